@@ -1,0 +1,10 @@
+"""The paper's run with the stabilized kernel, β = 2: the loss is expected to keep falling.
+
+Everything but the kernel's arithmetic is as in configs/paper_original.py, batches included.
+"""
+
+from configs.paper_original import *
+
+out_dir = "out/paper_stable"
+wandb_run_name = "paper_stable"
+precision = "paper,stable=paper,beta=2"

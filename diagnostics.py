@@ -1,0 +1,171 @@
+"""
+What is measured inside a run: the log of its metrics, its explosion, the GPU's peak, the machine.
+"""
+
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+# Dense BF16 tensor-core peak, FLOP/s, from the vendors' data sheets; the first match counts.
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense BF16 peak of a device in FLOP/s; None where it is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory of this process in GiB: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def environment(device: torch.device, world_size: int) -> dict:
+    """What a record must name: versions, hardware, commit."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    except OSError:
+        commit = None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "cuda": torch.version.cuda,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "world_size": world_size,
+        "commit": commit,
+    }
+
+
+class LossWatch:
+    """Tells from the training loss of each step whether the run has exploded.
+
+    The loss is smoothed (exponential average over about 20 steps). A smoothed loss that stands
+    1.0 nats above its lowest value for 100 steps is an "explosion", one that stands 0.1 above it
+    a "rise".
+    """
+
+    DECAY = 0.95
+    PATIENCE = 100  # steps
+    MARGINS = {"rise": 0.1, "explosion": 1.0}  # nats
+
+    def __init__(self, state: dict | None = None):
+        fresh = {"sum": 0.0, "weight": 0.0, "lowest": math.inf, "since": {}}
+        self.state = fresh if state is None else state  # what a checkpoint keeps
+
+    def update(self, step: int, loss: float) -> list[dict]:
+        """Take one step's loss; return the events that it completes."""
+        s = self.state
+        s["sum"] = self.DECAY * s["sum"] + (1 - self.DECAY) * loss
+        s["weight"] = self.DECAY * s["weight"] + (1 - self.DECAY)
+        smoothed = s["sum"] / s["weight"]
+        s["lowest"] = min(s["lowest"], smoothed)
+        events = []
+        for kind, margin in self.MARGINS.items():
+            if smoothed < s["lowest"] + margin:
+                s["since"].pop(kind, None)
+            elif step - s["since"].setdefault(kind, step) == self.PATIENCE - 1:
+                start = s["since"][kind]
+                event = {"event": kind, "iter": start, "detected_iter": step}
+                events.append(event | {"smoothed_loss": smoothed, "lowest_loss": s["lowest"]})
+        return events
+
+    @property
+    def rising_since(self) -> int | None:
+        """First step of the rise the loss is in, reported or not."""
+        return self.state["since"].get("rise")
+
+
+class MetricsLog:
+    """One JSON object a line in out_dir/metrics.jsonl and, if switched on, the same in wandb.
+
+    Args:
+        path: of metrics.jsonl.
+        start: step the run starts from; lines of an interrupted run from there on are dropped.
+        wandb_run: from `start_wandb`, or None.
+    """
+
+    def __init__(self, path: Path, start: int, wandb_run=None):
+        lines = _complete_lines(path)
+        kept = [x for x in lines if x.get("detected_iter", x.get("iter", 0)) < start]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        part = path.with_suffix(".part")
+        part.write_text(text)
+        os.replace(part, path)
+        self.file = open(path, "a", buffering=1)  # noqa: SIM115, open as long as the run
+        self.wandb_run = wandb_run
+
+    def write(self, line: dict):
+        """Log one line; numbers JSON does not have (NaN, infinity) become null."""
+        line = {k: None if _is_not_finite(v) else v for k, v in line.items()}
+        self.file.write(json.dumps(line) + "\n")
+        if self.wandb_run:
+            try:
+                self.wandb_run.log(line)
+            except Exception as error:
+                print(f"wandb: {type(error).__name__}: {error}; the run goes on without it")
+                self.wandb_run = None
+
+
+def start_wandb(project: str, name: str, config: dict, folder: str, run_id: str | None):
+    """A wandb run with `iter` as its axis, or None. Offline without a key or a network.
+
+    Whatever goes wrong in wandb is printed and never raised.
+    """
+    try:
+        import wandb
+
+        options = dict(project=project, name=name, config=config, dir=folder, id=run_id)
+        options |= dict(resume="allow", settings=wandb.Settings(init_timeout=30))
+        try:
+            online = "WANDB_MODE" in os.environ or wandb.Api().api_key
+            run = wandb.init(**options, mode=None if online else "offline")
+        except Exception as error:
+            print(f"wandb: {type(error).__name__}: {error}; going on offline")
+            run = wandb.init(**options, mode="offline")
+        run.define_metric("iter")
+        run.define_metric("*", step_metric="iter")
+        return run
+    except Exception as error:
+        print(f"wandb: {type(error).__name__}: {error}; the run goes on without it")
+        return None
+
+
+def _complete_lines(path: Path) -> list[dict]:
+    lines = []
+    if path.exists():
+        for text in path.read_text().splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:  # cut off by a kill
+                break
+    return lines
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

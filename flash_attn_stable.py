@@ -1,0 +1,656 @@
+"""
+Flash attention in Triton whose every rounding point is chosen, original and stabilized.
+
+`flash_attention` computes softmax(scale · Q Kᵀ) V and its gradients without ever storing the
+attention matrix. Where it rounds to BF16 is data (`Precision`), compiled into the kernel; the
+equations are at the top of attention_reference.py. The original kernel and the paper's fix differ
+in one helper here, `_tile_maximum`.
+
+What decides the rounding is the logical tile of `key_tile` keys. The physical tile is this file's
+own affair: one that holds a whole logical tile keeps its scores in registers; a longer logical tile
+is read twice, once for its maximum and once for P̄V.
+
+    key   meaning                       dtype in memory           in registers
+    T     length, queries and keys
+    D     head width; BD: the next power of two
+    BM    queries of a physical tile; BN: its keys
+    q,k,v [B, H, T, D]                  BF16                      operands of tl.dot
+    s, p  scores, P̄ or P [BM, BN]       never stored              FP32; P̄, P BF16 as operand
+    m, l  row maximum, row sum [BM]     never stored              FP32 (holding BF16 values)
+    o     output [B, H, T, D]           BF16, or FP32 by choice   FP32 (holding BF16 values)
+    lse   m + log l [B, H, T]           FP32                      FP32
+    delta rowsum(dO ∘ O) [B, H, T]      FP32                      FP32
+    dq…   gradients [B, H, T, D]        BF16                      FP32
+
+In the kernels i_ is an index, o_ an offset within a tile, b_ a block's value. Strides come as
+tuples (batch, head, time, width).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from attention_reference import Precision, reference_backward, reference_forward
+
+try:
+    import triton
+    import triton.language as tl
+
+    INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+    LOG2E = tl.constexpr(1.4426950408889634)
+    LN2 = tl.constexpr(0.6931471805599453)
+except ImportError:  # no Triton for this platform: CPU tensors run the reference
+    triton, tl = SimpleNamespace(jit=lambda kernel: kernel), None
+
+MAX_HEAD_DIM = 128
+ROOMY = 160 * 1024  # bytes: A100, H100 and later data-centre GPUs; consumer cards have 99 KB
+
+
+@triton.jit
+def _bf16(b_x):
+    """FP32 values rounded to BF16, to nearest even, still in FP32."""
+    if INTERPRETED:  # its cast truncates
+        b_u = b_x.to(tl.uint32, bitcast=True)
+        b_u = (b_u + 0x7FFF + ((b_u >> 16) & 1)) & 0xFFFF0000
+        return b_u.to(tl.float32, bitcast=True)
+    return b_x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _dot(b_a, b_b, b_acc):
+    """b_acc + b_a b_b with BF16 operands, accumulated in FP32."""
+    if INTERPRETED:  # its product of BF16 blocks is wrong; FP32 is exact on BF16 values
+        return tl.dot(_bf16(b_a.to(tl.float32)), _bf16(b_b.to(tl.float32)), b_acc)
+    return tl.dot(b_a.to(tl.bfloat16), b_b.to(tl.bfloat16), b_acc)
+
+
+@triton.jit
+def _load_rows(x, start, stride, T, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr):
+    """Rows start … start + N − 1 of a [T, D] matrix as [N, BD], zero outside it."""
+    o_t = tl.arange(0, N)
+    o_d = tl.arange(0, BD)
+    p_x = x + tl.cast(start, tl.int64) * stride[2]
+    p_x += o_t[:, None] * stride[2] + o_d[None, :] * stride[3]
+    m_t = (start + o_t < T)[:, None]
+    if D == BD:
+        return tl.load(p_x, mask=m_t, other=0.0)
+    return tl.load(p_x, mask=m_t & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(x, b_x, start, stride, T, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr):
+    """The counterpart of `_load_rows`."""
+    o_t = tl.arange(0, N)
+    o_d = tl.arange(0, BD)
+    p_x = x + tl.cast(start, tl.int64) * stride[2]
+    p_x += o_t[:, None] * stride[2] + o_d[None, :] * stride[3]
+    m_x = (start + o_t < T)[:, None] & (o_d < D)[None, :]
+    if INTERPRETED and x.dtype.element_ty == tl.bfloat16:
+        b_x = _bf16(b_x)
+    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def _scores(b_a, b_b, scale, P: tl.constexpr):
+    """A Bᵀ with the roundings of S. Scaled if S is rounded; if not, `_exp` scales in FP32."""
+    b_s = _dot(b_a, tl.trans(b_b), tl.zeros([b_a.shape[0], b_b.shape[0]], dtype=tl.float32))
+    if P.scores == "bf16":
+        b_s = _bf16(_bf16(b_s) * scale)
+    return b_s
+
+
+@triton.jit
+def _exp(b_s, b_shift, scale, P: tl.constexpr):
+    """exp(S − shift) in FP32: P̄ with shift = m (eq. 5 of the paper), P with shift = LSE."""
+    if P.scores == "bf16":  # both are BF16 values for P̄: the difference is exact, exp(0) is 1
+        return tl.exp2((b_s - b_shift) * LOG2E)
+    return tl.exp2(b_s * (scale * LOG2E) - b_shift * LOG2E)
+
+
+@triton.jit
+def _visible(start_q, start_k, T, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Which keys of a tile exist and are seen by which queries, [BM, BN]."""
+    o_q = start_q + tl.arange(0, BM)
+    o_k = start_k + tl.arange(0, BN)
+    m_s = tl.broadcast_to((o_k < T)[None, :], [BM, BN])
+    if CAUSAL:
+        m_s = m_s & (o_q[:, None] >= o_k[None, :])
+    return m_s
+
+
+@triton.jit
+def _merge_maximum(b_r, b_r2, b_s, P: tl.constexpr):
+    """The largest score of each row so far and, for the fix, the second largest (equal to it where
+    the maximum is repeated)."""
+    b_t = tl.max(b_s, 1)
+    if P.stable != "off":
+        b_is_max = b_s == b_t[:, None]
+        b_t2 = tl.where(tl.sum(b_is_max.to(tl.int32), 1) > 1, b_t, float("-inf"))
+        if P.tie_tolerance > 0:
+            b_t2 = tl.maximum(b_t2, tl.max(tl.where(b_is_max, float("-inf"), b_s), 1))
+        b_r2 = tl.maximum(tl.minimum(b_r, b_t), tl.maximum(b_r2, b_t2))
+    return tl.maximum(b_r, b_t), b_r2
+
+
+@triton.jit
+def _tile_maximum(b_r, b_r2, scale, P: tl.constexpr):
+    """What a tile proposes for m: its maximum, or with the paper's fix (Algorithm 1), where it is
+    repeated, β·r_m if r_m > 0 and 0 if r_m < 0."""
+    if P.scores != "bf16":  # see _scores
+        b_r *= scale
+        b_r2 *= scale
+    if P.row_max == "bf16":
+        b_r = _bf16(b_r)
+    if P.stable == "paper":
+        b_tied = (b_r2 >= b_r - P.tie_tolerance) & (b_r2 > float("-inf"))
+        b_shifted = b_r * P.beta
+        if P.row_max == "bf16":
+            b_shifted = _bf16(b_shifted)
+        b_r = tl.where(b_tied, tl.where(b_r > 0, b_shifted, 0.0), b_r)
+    return b_r
+
+
+@triton.jit
+def _rescale(b_acc, b_l, b_m, b_m_new, b_sum, b_pv, P: tl.constexpr):
+    """Fold a logical tile's Σ P̄ and P̄V into l and the accumulator."""
+    b_alpha = tl.exp2((b_m - b_m_new) * LOG2E)
+    b_l = b_alpha * b_l + b_sum
+    if P.row_sum == "bf16":
+        b_l = _bf16(b_l)
+    if P.pv == "bf16":
+        b_pv = _bf16(b_pv)
+    b_acc = b_acc * b_alpha[:, None]
+    if P.accumulator == "bf16":
+        b_acc = _bf16(_bf16(b_acc) + b_pv)
+    else:
+        b_acc += b_pv
+    return b_acc, b_l
+
+
+@triton.jit
+def _maximum_pass(
+    b_r, b_r2, b_q, k, start_q, lo, hi, stride_k, scale, T,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Row maxima over keys lo … hi − 1, the first reading of a long logical tile."""
+    for start in range(lo, hi, BN):
+        b_s = _scores(b_q, _load_rows(k, start, stride_k, T, D, BD, BN), scale, P)
+        if MASKED:
+            b_s = tl.where(_visible(start_q, start, T, CAUSAL, BM, BN), b_s, float("-inf"))
+        b_r, b_r2 = _merge_maximum(b_r, b_r2, b_s, P)
+    return b_r, b_r2
+
+
+@triton.jit
+def _product_pass(
+    b_sum, b_pv, b_m, b_q, k, v, start_q, lo, hi, stride_k, stride_v, scale, T,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Σ P̄ and P̄V in FP32 over keys lo … hi − 1, the second reading."""
+    for start in range(lo, hi, BN):
+        b_s = _scores(b_q, _load_rows(k, start, stride_k, T, D, BD, BN), scale, P)
+        if MASKED:
+            b_s = tl.where(_visible(start_q, start, T, CAUSAL, BM, BN), b_s, float("-inf"))
+        b_p = _exp(b_s, b_m[:, None], scale, P)
+        b_sum += tl.sum(b_p, 1)
+        b_pv = _dot(b_p, _load_rows(v, start, stride_v, T, D, BD, BN), b_pv)
+    return b_sum, b_pv
+
+
+@triton.jit
+def _single_pass(
+    b_acc, b_l, b_m, b_q, k, v, start_q, lo, hi, stride_k, stride_v, scale, T,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Keys lo … hi − 1 where a physical tile is a logical tile: scores are computed once."""
+    b_none = tl.full([BM], float("-inf"), dtype=tl.float32)
+    for start in range(lo, hi, BN):
+        b_s = _scores(b_q, _load_rows(k, start, stride_k, T, D, BD, BN), scale, P)
+        if MASKED:
+            b_s = tl.where(_visible(start_q, start, T, CAUSAL, BM, BN), b_s, float("-inf"))
+        b_r, b_r2 = _merge_maximum(b_none, b_none, b_s, P)
+        b_m_new = tl.maximum(b_m, _tile_maximum(b_r, b_r2, scale, P))
+        b_p = _exp(b_s, b_m_new[:, None], scale, P)
+        b_v = _load_rows(v, start, stride_v, T, D, BD, BN)
+        if P.pv == "fp32" and P.accumulator == "fp32":  # P̄V need not exist on its own
+            b_alpha = tl.exp2((b_m - b_m_new) * LOG2E)
+            b_acc = _dot(b_p, b_v, b_acc * b_alpha[:, None])
+            b_l = b_alpha * b_l + tl.sum(b_p, 1)
+            if P.row_sum == "bf16":
+                b_l = _bf16(b_l)
+        else:
+            b_pv = _dot(b_p, b_v, tl.zeros([BM, BD], dtype=tl.float32))
+            b_acc, b_l = _rescale(b_acc, b_l, b_m, b_m_new, tl.sum(b_p, 1), b_pv, P)
+        b_m = b_m_new
+    return b_acc, b_l, b_m
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v, o, lse, stride_q, stride_k, stride_v, stride_o, scale, H, T,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, TWO_PASSES: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """O and LSE of BM queries of one head. Grid: (B · H · ⌈T / BM⌉,)."""
+    n_m = tl.cdiv(T, BM)
+    i_m = n_m - 1 - tl.program_id(0) % n_m  # causal: the longest rows first
+    i_bh = (tl.program_id(0) // n_m).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    q += i_b * stride_q[0] + i_h * stride_q[1]
+    k += i_b * stride_k[0] + i_h * stride_k[1]
+    v += i_b * stride_v[0] + i_h * stride_v[1]
+    o += i_b * stride_o[0] + i_h * stride_o[1]
+    start_q = i_m * BM
+    b_q = _load_rows(q, start_q, stride_q, T, D, BD, BM)
+
+    # Keys [0, seen) need no mask; [seen, end) do.
+    end = tl.minimum(start_q + BM, T) if CAUSAL else T
+    seen = (start_q if CAUSAL else T) // BN * BN
+
+    b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
+    b_l = tl.zeros([BM], dtype=tl.float32)
+    b_acc = tl.zeros([BM, BD], dtype=tl.float32)
+    if TWO_PASSES:
+        key_tile = T if P.key_tile == "full" else P.key_tile
+        for tile in range(0, end, key_tile):
+            tile_end = tl.minimum(tile + key_tile, end)
+            mid = tl.minimum(tl.maximum(seen, tile), tile_end)
+            b_r = tl.full([BM], float("-inf"), dtype=tl.float32)
+            b_r, b_r2 = _maximum_pass(
+                b_r, b_r, b_q, k, start_q, tile, mid, stride_k, scale, T,
+                D, BD, BM, BN, CAUSAL, False, P,
+            )  # fmt: skip
+            b_r, b_r2 = _maximum_pass(
+                b_r, b_r2, b_q, k, start_q, mid, tile_end, stride_k, scale, T,
+                D, BD, BM, BN, CAUSAL, True, P,
+            )  # fmt: skip
+            b_m_new = tl.maximum(b_m, _tile_maximum(b_r, b_r2, scale, P))
+            b_sum = tl.zeros([BM], dtype=tl.float32)
+            b_pv = tl.zeros([BM, BD], dtype=tl.float32)
+            b_sum, b_pv = _product_pass(
+                b_sum, b_pv, b_m_new, b_q, k, v, start_q, tile, mid, stride_k, stride_v, scale, T,
+                D, BD, BM, BN, CAUSAL, False, P,
+            )  # fmt: skip
+            b_sum, b_pv = _product_pass(
+                b_sum, b_pv, b_m_new, b_q, k, v, start_q, mid, tile_end, stride_k, stride_v,
+                scale, T, D, BD, BM, BN, CAUSAL, True, P,
+            )  # fmt: skip
+            b_acc, b_l = _rescale(b_acc, b_l, b_m, b_m_new, b_sum, b_pv, P)
+            b_m = b_m_new
+    else:
+        b_acc, b_l, b_m = _single_pass(
+            b_acc, b_l, b_m, b_q, k, v, start_q, 0, seen, stride_k, stride_v, scale, T,
+            D, BD, BM, BN, CAUSAL, False, P,
+        )  # fmt: skip
+        b_acc, b_l, b_m = _single_pass(
+            b_acc, b_l, b_m, b_q, k, v, start_q, seen, end, stride_k, stride_v, scale, T,
+            D, BD, BM, BN, CAUSAL, True, P,
+        )  # fmt: skip
+
+    b_o = tl.div_rn(b_acc, tl.broadcast_to(b_l[:, None], [BM, BD]))  # → BF16 in the store
+    _store_rows(o, b_o, start_q, stride_o, T, D, BD, BM)
+    o_q = start_q + tl.arange(0, BM)
+    tl.store(lse + i_bh * T + o_q, b_m + tl.log2(b_l) * LN2, mask=o_q < T)
+
+
+@triton.jit
+def _delta_kernel(
+    o, do, delta, stride_o, stride_do, H, T,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """δ = rowsum(dO ∘ O) in FP32, over O as it was rounded. Grid: (B · H · ⌈T / BM⌉,)."""
+    n_m = tl.cdiv(T, BM)
+    start = tl.program_id(0) % n_m * BM
+    i_bh = (tl.program_id(0) // n_m).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    o += i_b * stride_o[0] + i_h * stride_o[1]
+    do += i_b * stride_do[0] + i_h * stride_do[1]
+    b_o = _load_rows(o, start, stride_o, T, D, BD, BM).to(tl.float32)
+    b_do = _load_rows(do, start, stride_do, T, D, BD, BM).to(tl.float32)
+    o_q = start + tl.arange(0, BM)
+    tl.store(delta + i_bh * T + o_q, tl.sum(b_o * b_do, 1), mask=o_q < T)
+
+
+@triton.jit
+def _score_gradient(b_p, b_dp, b_delta, scale, P: tl.constexpr):
+    """dS = P · scale · (dP − δ), rounded where it becomes an operand."""
+    if P.dp == "bf16":
+        b_dp = _bf16(b_dp)
+    return b_p * scale * (b_dp - b_delta)
+
+
+@triton.jit
+def _dkdv_pass(
+    b_dk, b_dv, b_k, b_v, q, do, lse, delta, start_k, lo, hi, stride_q, stride_do, scale, T,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """dK += dSᵀ Q and dV += Pᵀ dO over queries lo … hi − 1. Queries beyond T have dO = δ = 0."""
+    for start in range(lo, hi, BM):
+        b_q = _load_rows(q, start, stride_q, T, D, BD, BM)
+        b_do = _load_rows(do, start, stride_do, T, D, BD, BM)
+        o_q = start + tl.arange(0, BM)
+        b_lse = tl.load(lse + o_q, mask=o_q < T, other=0.0)
+        b_delta = tl.load(delta + o_q, mask=o_q < T, other=0.0)
+        b_pT = _exp(_scores(b_k, b_q, scale, P), b_lse[None, :], scale, P)  # [BN, BM]
+        if MASKED:
+            b_pT = tl.where(tl.trans(_visible(start, start_k, T, CAUSAL, BM, BN)), b_pT, 0.0)
+        b_dv = _dot(b_pT, b_do, b_dv)
+        b_dpT = _dot(b_v, tl.trans(b_do), tl.zeros([BN, BM], dtype=tl.float32))
+        b_dsT = _score_gradient(b_pT, b_dpT, b_delta[None, :], scale, P)
+        b_dk = _dot(b_dsT, b_q, b_dk)
+    return b_dk, b_dv
+
+
+@triton.jit
+def _dkdv_kernel(
+    q, k, v, do, lse, delta, dk, dv,
+    stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv, scale, H, T,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of BN keys of one head. Grid: (B · H · ⌈T / BN⌉,)."""
+    n_n = tl.cdiv(T, BN)
+    start_k = tl.program_id(0) % n_n * BN
+    i_bh = (tl.program_id(0) // n_n).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    q += i_b * stride_q[0] + i_h * stride_q[1]
+    k += i_b * stride_k[0] + i_h * stride_k[1]
+    v += i_b * stride_v[0] + i_h * stride_v[1]
+    do += i_b * stride_do[0] + i_h * stride_do[1]
+    lse += i_bh * T
+    delta += i_bh * T
+    b_k = _load_rows(k, start_k, stride_k, T, D, BD, BN)
+    b_v = _load_rows(v, start_k, stride_v, T, D, BD, BN)
+    b_dk = tl.zeros([BN, BD], dtype=tl.float32)
+    b_dv = tl.zeros([BN, BD], dtype=tl.float32)
+
+    if CAUSAL:  # queries [lo, seen) see some of these keys, [seen, T) all of them
+        lo = start_k // BM * BM
+        seen = tl.minimum(tl.cdiv(start_k + BN, BM) * BM, T)
+        b_dk, b_dv = _dkdv_pass(
+            b_dk, b_dv, b_k, b_v, q, do, lse, delta, start_k, lo, seen, stride_q, stride_do,
+            scale, T, D, BD, BM, BN, CAUSAL, True, P,
+        )  # fmt: skip
+    else:
+        seen = 0
+    b_dk, b_dv = _dkdv_pass(
+        b_dk, b_dv, b_k, b_v, q, do, lse, delta, start_k, seen, T, stride_q, stride_do,
+        scale, T, D, BD, BM, BN, CAUSAL, False, P,
+    )  # fmt: skip
+
+    _store_rows(dk + i_b * stride_dk[0] + i_h * stride_dk[1], b_dk, start_k, stride_dk, T, D, BD, BN)
+    _store_rows(dv + i_b * stride_dv[0] + i_h * stride_dv[1], b_dv, start_k, stride_dv, T, D, BD, BN)
+
+
+@triton.jit
+def _dq_pass(
+    b_dq, b_q, b_do, b_lse, b_delta, k, v, start_q, lo, hi, stride_k, stride_v, scale, T,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """dQ += dS K over keys lo … hi − 1."""
+    for start in range(lo, hi, BN):
+        b_k = _load_rows(k, start, stride_k, T, D, BD, BN)
+        b_v = _load_rows(v, start, stride_v, T, D, BD, BN)
+        b_p = _exp(_scores(b_q, b_k, scale, P), b_lse[:, None], scale, P)
+        if MASKED:
+            b_p = tl.where(_visible(start_q, start, T, CAUSAL, BM, BN), b_p, 0.0)
+        b_dp = _dot(b_do, tl.trans(b_v), tl.zeros([BM, BN], dtype=tl.float32))
+        b_ds = _score_gradient(b_p, b_dp, b_delta[:, None], scale, P)
+        b_dq = _dot(b_ds, b_k, b_dq)
+    return b_dq
+
+
+@triton.jit
+def _dq_kernel(
+    q, k, v, do, lse, delta, dq,
+    stride_q, stride_k, stride_v, stride_do, stride_dq, scale, H, T,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """dQ of BM queries of one head. Grid: (B · H · ⌈T / BM⌉,)."""
+    n_m = tl.cdiv(T, BM)
+    start_q = (n_m - 1 - tl.program_id(0) % n_m) * BM
+    i_bh = (tl.program_id(0) // n_m).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    q += i_b * stride_q[0] + i_h * stride_q[1]
+    k += i_b * stride_k[0] + i_h * stride_k[1]
+    v += i_b * stride_v[0] + i_h * stride_v[1]
+    do += i_b * stride_do[0] + i_h * stride_do[1]
+    dq += i_b * stride_dq[0] + i_h * stride_dq[1]
+    b_q = _load_rows(q, start_q, stride_q, T, D, BD, BM)
+    b_do = _load_rows(do, start_q, stride_do, T, D, BD, BM)
+    o_q = start_q + tl.arange(0, BM)
+    b_lse = tl.load(lse + i_bh * T + o_q, mask=o_q < T, other=0.0)
+    b_delta = tl.load(delta + i_bh * T + o_q, mask=o_q < T, other=0.0)
+    b_dq = tl.zeros([BM, BD], dtype=tl.float32)
+
+    end = tl.minimum(start_q + BM, T) if CAUSAL else T
+    seen = (start_q if CAUSAL else T) // BN * BN
+    b_dq = _dq_pass(
+        b_dq, b_q, b_do, b_lse, b_delta, k, v, start_q, 0, seen, stride_k, stride_v, scale, T,
+        D, BD, BM, BN, CAUSAL, False, P,
+    )  # fmt: skip
+    b_dq = _dq_pass(
+        b_dq, b_q, b_do, b_lse, b_delta, k, v, start_q, seen, end, stride_k, stride_v, scale, T,
+        D, BD, BM, BN, CAUSAL, True, P,
+    )  # fmt: skip
+    _store_rows(dq, b_dq, start_q, stride_dq, T, D, BD, BM)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory one block may use; on a CPU (Triton's interpreter) as many as needed."""
+    if device.type == "cpu":
+        return ROOMY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _on(device: torch.device):
+    """Kernels launch on the current GPU: make it the tensors' own."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def forward_tiles(length: int, head_dim: int, precision: Precision, shared: int) -> dict:
+    """Physical tile of the forward kernel on a GPU with `shared` bytes a block.
+
+    BN divides the logical tile, which is then read twice unless it is no longer than BN.
+    """
+    roomy = shared >= ROOMY
+    widest = 128 if head_dim <= 64 and roomy else 64
+    tile = precision.key_tile
+    if tile == "full" or tile >= length:
+        bn = min(widest, max(16, triton.next_power_of_2(length)))
+        two_passes = length > bn
+    else:
+        bn = min(widest, tile & -tile)  # the largest power of two that divides it
+        two_passes = tile > bn
+    warps = 8 if head_dim > 64 or bn > 64 else 4
+    return dict(
+        BM=128, BN=bn, TWO_PASSES=two_passes, num_warps=warps, num_stages=3 if roomy else 2
+    )
+
+
+def backward_tiles(head_dim: int, shared: int) -> tuple[dict, dict]:
+    """Physical tiles of the dK dV kernel and of the dQ kernel, likewise."""
+    roomy = shared >= ROOMY
+    if head_dim <= 64:
+        dkdv = dict(BM=64, BN=128, num_warps=8, num_stages=3 if roomy else 2)
+        dq = dict(BM=128, BN=64, num_warps=8, num_stages=3 if roomy else 2)
+    else:
+        dkdv = dict(BM=64, BN=128 if roomy else 64, num_warps=8, num_stages=2 if roomy else 1)
+        dq = dict(BM=128 if roomy else 64, BN=64, num_warps=8, num_stages=2 if roomy else 1)
+    return dkdv, dq
+
+
+def triton_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, precision: Precision
+) -> tuple[Tensor, Tensor]:
+    """`reference_forward` by the Triton kernel, for CUDA tensors of any strides."""
+    B, H, T, D = q.shape
+    o, lse = _empty_outputs(q, precision)
+    tiles = forward_tiles(T, D, precision, _shared_memory(q.device))
+    grid = (B * H * triton.cdiv(T, tiles["BM"]),)
+    with _on(q.device):
+        _forward_kernel[grid](
+            q, k, v, o, lse, q.stride(), k.stride(), v.stride(), o.stride(), scale, H, T,
+            D=D, BD=triton.next_power_of_2(D), CAUSAL=causal, P=precision, **tiles,
+        )  # fmt: skip
+    return o, lse
+
+
+def triton_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    precision: Precision,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference_backward` by the Triton kernels. No atomics: a rerun gives the same bits."""
+    B, H, T, D = q.shape
+    shape = dict(D=D, BD=triton.next_power_of_2(D))
+    dkdv_tiles, dq_tiles = backward_tiles(D, _shared_memory(q.device))
+    delta = torch.empty_like(lse)
+    dq, dk, dv = (_empty_like_heads(q) for _ in range(3))
+    with _on(q.device):
+        _delta_kernel[(B * H * triton.cdiv(T, 128),)](
+            o, do, delta, o.stride(), do.stride(), H, T, BM=128, **shape
+        )
+        _dkdv_kernel[(B * H * triton.cdiv(T, dkdv_tiles["BN"]),)](
+            q, k, v, do, lse, delta, dk, dv,
+            q.stride(), k.stride(), v.stride(), do.stride(), dk.stride(), dv.stride(), scale, H, T,
+            CAUSAL=causal, P=precision, **shape, **dkdv_tiles,
+        )  # fmt: skip
+        _dq_kernel[(B * H * triton.cdiv(T, dq_tiles["BM"]),)](
+            q, k, v, do, lse, delta, dq,
+            q.stride(), k.stride(), v.stride(), do.stride(), dq.stride(), scale, H, T,
+            CAUSAL=causal, P=precision, **shape, **dq_tiles,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def _empty_like_heads(q: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[B, H, T, D] laid out as [B, T, H, D]: the model's reshape to [B, T, H · D] copies nothing."""
+    B, H, T, D = q.shape
+    return torch.empty(B, T, H, D, dtype=dtype, device=q.device).transpose(1, 2)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """A result of the reference in the layout of the kernels' results."""
+    return _empty_like_heads(x, x.dtype).copy_(x)
+
+
+def _empty_outputs(q: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
+    dtype = torch.bfloat16 if precision.output == "bf16" else torch.float32
+    return _empty_like_heads(q, dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("flash_attn_stable::forward", mutates_args=())
+def _forward_op(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, precision: str
+) -> tuple[Tensor, Tensor]:
+    precision = Precision.parse(precision)
+    if q.is_cuda:
+        return triton_forward(q, k, v, causal, scale, precision)
+    o, lse = reference_forward(q, k, v, causal, scale, precision)
+    return _laid_out(o), lse
+
+
+@_forward_op.register_fake
+def _(q, k, v, causal, scale, precision):
+    return _empty_outputs(q, Precision.parse(precision))
+
+
+@torch.library.custom_op("flash_attn_stable::backward", mutates_args=())
+def _backward_op(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    causal: bool, scale: float, precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    precision = Precision.parse(precision)
+    if q.is_cuda:
+        return triton_backward(do, q, k, v, o, lse, causal, scale, precision)
+    gradients = reference_backward(do, q, k, v, o, lse, causal, scale, precision)
+    return tuple(_laid_out(x) for x in gradients)
+
+
+@_backward_op.register_fake
+def _(do, q, k, v, o, lse, causal, scale, precision):
+    return tuple(_empty_like_heads(q) for _ in range(3))
+
+
+def _save_for_backward(ctx, inputs, output):
+    q, k, v, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx, do, _):
+    dq, dk, dv = _backward_op(do, *ctx.saved_tensors, *ctx.options)
+    return dq, dk, dv, None, None, None
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    precision: Precision | str = "official",
+) -> Tensor:
+    """softmax(scale · q kᵀ) v with the roundings of `precision`, differentiable.
+
+    CUDA tensors run the Triton kernels, CPU tensors the same arithmetic in PyTorch. The call is one
+    custom operator forward and one backward: torch.compile takes it without a graph break.
+
+    Args:
+        q, k, v: [B, H, T, D], BF16, on one device, any strides; D from 16 to 128.
+        causal: row i sees keys 0…i.
+        scale: factor on q kᵀ, > 0; 1/√D if None.
+        precision: a `Precision` or its text, as "paper,stable=paper,beta=7".
+
+    Returns:
+        [B, H, T, D], BF16 (FP32 with output="fp32"), stored as [B, T, H, D].
+
+    Raises:
+        ValueError: another shape, dtype, device or scale; an unknown arithmetic.
+    """
+    if q.dim() != 4 or not q.shape == k.shape == v.shape or 0 in q.shape:
+        raise ValueError(
+            "q, k and v must be of one shape [B, H, T, D] without a zero; "
+            f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if not 16 <= q.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"head width must be 16 to {MAX_HEAD_DIM}, got {q.shape[3]}")
+    if not q.dtype == k.dtype == v.dtype == torch.bfloat16:
+        raise ValueError(f"q, k and v must be bfloat16; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device or q.device.type not in ("cuda", "cpu"):
+        raise ValueError(
+            "q, k and v must be on one CUDA device or on the CPU; "
+            f"got {q.device}, {k.device}, {v.device}"
+        )
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be a finite number above 0, got {scale}")
+    return _forward_op(q, k, v, causal, float(scale), _canonical(precision))[0]
+
+
+@torch.compiler.assume_constant_result
+def _canonical(precision: Precision | str) -> str:
+    """The text an operator takes; torch.compile runs this once instead of tracing it."""
+    return str(Precision.parse(precision) if isinstance(precision, str) else precision)

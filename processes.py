@@ -1,0 +1,51 @@
+"""Which process of a run this is, on which device, in which precision."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from config import ConfigError, TrainConfig
+
+
+def start_process(config: TrainConfig) -> tuple[int, int, torch.device]:
+    """Choose rank, world size and device, and join torchrun's process group if there is one."""
+    on_gpu = config.device.startswith("cuda") or (
+        config.device == "auto" and torch.cuda.is_available()
+    )
+    if on_gpu and not torch.cuda.is_available():
+        raise ConfigError(f"device={config.device}, but torch sees no CUDA GPU")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    name = "cpu" if not on_gpu else "cuda:0" if config.device in ("auto", "cuda") else config.device
+    if on_gpu and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    device = torch.device(name)
+    if on_gpu and device.index >= torch.cuda.device_count():
+        raise ConfigError(f"{device} is needed, but torch sees {torch.cuda.device_count()} GPUs")
+    sequences = config.batch_size * config.gradient_accumulation_steps
+    if sequences % (world_size * config.micro_batch):
+        raise ConfigError(
+            f"batch_size · gradient_accumulation_steps = {sequences} sequences do not divide among "
+            f"{world_size} processes in micro-batches of {config.micro_batch}: change "
+            "gradient_accumulation_steps or micro_batch_size"
+        )
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        backend = config.backend if config.backend != "auto" else "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    return rank, world_size, device
+
+
+def choose_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """What matrix products compute in. FP32 means FP32: TF32 stays off."""
+    if device.type == "cpu":
+        if config.dtype == "float16":
+            raise ConfigError("dtype=float16 needs a GPU; on a CPU choose float32 or bfloat16")
+        return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if config.dtype == "bfloat16" and not has_bf16:
+        raise ConfigError(f"dtype=bfloat16, but {torch.cuda.get_device_name(device)} lacks it")
+    if config.dtype == "auto":
+        return torch.bfloat16 if has_bf16 else torch.float16
+    return getattr(torch, config.dtype)
