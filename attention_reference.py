@@ -99,7 +99,9 @@ class Precision:
 
         def text(name):
             base = PRECISIONS[name]
-            differing = [f.name for f in fields(self) if getattr(self, f.name) != getattr(base, f.name)]
+            differing = [
+                f.name for f in fields(self) if getattr(self, f.name) != getattr(base, f.name)
+            ]
             return ",".join([name, *(f"{key}={getattr(self, key)}" for key in differing)])
 
         return min(map(text, PRECISIONS), key=lambda t: t.count(","))

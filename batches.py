@@ -22,7 +22,7 @@ STREAMS = {"step": 0, "train": 1, "val": 2}  # independent random streams of one
 
 
 def read_vocab_size(data_dir: Path) -> int:
-    """The dataset's vocabulary, rounded up to a multiple of 64; GPT-2's where meta.json is missing."""
+    """The vocabulary meta.json gives, rounded up to a multiple of 64; without the file GPT-2's."""
     meta = data_dir / "meta.json"
     if not meta.exists():
         return 50304
@@ -41,7 +41,9 @@ def load_tokens(data_dir: Path, split: str, block_size: int) -> np.ndarray:
     """
     path = data_dir / f"{split}.bin"
     if not path.is_file():
-        raise ConfigError(f"{split} split: {path} does not exist; prepare it with a data/*/prepare.py")
+        raise ConfigError(
+            f"{split} split: {path} does not exist; prepare it with a data/*/prepare.py"
+        )
     size = path.stat().st_size
     if size % 2 or size // 2 <= block_size:
         raise ConfigError(
@@ -67,12 +69,13 @@ class Batches:
         self.config, self.vocab_size = config, vocab_size
         self.rank, self.world_size = rank, world_size
         self.tokens = {
-            split: load_tokens(config.data_dir, split, config.block_size) for split in ("train", "val")
+            split: load_tokens(config.data_dir, split, config.block_size)
+            for split in ("train", "val")
         }
         self.replay = Replay(config, len(self.tokens["train"])) if config.replay_batches else None
 
     def offsets(self, step: int) -> np.ndarray:
-        """Where the sequences of the global batch of `step` begin in train.bin, int64 [sequences]."""
+        """Where the sequences of a step's global batch begin in train.bin, int64 [sequences]."""
         if self.replay:
             return self.replay.offsets(step)
         sequences = self.config.batch_size * self.config.gradient_accumulation_steps

@@ -47,7 +47,9 @@ def load_checkpoint(path: Path, config: TrainConfig) -> dict:
         checkpoint["model"] = {k.removeprefix(prefix): v for k, v in weights.items()}
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise ConfigError(f"checkpoint {path} is truncated or not a checkpoint ({reason})") from None
+        raise ConfigError(
+            f"checkpoint {path} is truncated or not a checkpoint ({reason})"
+        ) from None
     for key in ("n_layer", "n_head", "n_embd", "bias"):
         if args[key] != getattr(config, key):
             ours = getattr(config, key)

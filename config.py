@@ -30,7 +30,9 @@ class ConfigError(ValueError):
 class TrainConfig:
     # run
     out_dir: str = "out"  # folder of metrics.jsonl, config.json and checkpoints
-    init_from: str = "scratch"  # scratch | resume (from out_dir) | gpt2 | gpt2-medium | gpt2-large | gpt2-xl
+    init_from: str = (
+        "scratch"  # scratch | resume (from out_dir) | gpt2 | gpt2-medium | gpt2-large | gpt2-xl
+    )
     seed: int = 1337  # of weights, batches and dropout
     eval_interval: int = 2000  # steps between evaluations, each followed by a checkpoint
     eval_iters: int = 200  # batches an evaluation averages over, in each split
@@ -43,8 +45,12 @@ class TrainConfig:
     wandb_project: str = "owt"
     wandb_run_name: str = "gpt2"
     # data
-    dataset: str = "openwebtext"  # folder below data/ (or a path) with train.bin, val.bin, meta.json
-    batch_size: int = 12  # sequences a step: batch_size · gradient_accumulation_steps, over all GPUs
+    dataset: str = (
+        "openwebtext"  # folder below data/ (or a path) with train.bin, val.bin, meta.json
+    )
+    batch_size: int = (
+        12  # sequences a step: batch_size · gradient_accumulation_steps, over all GPUs
+    )
     gradient_accumulation_steps: int = 40  # counted over all GPUs
     micro_batch_size: int = 0  # sequences of one forward pass on one GPU; 0: batch_size
     block_size: int = 1024  # tokens of a sequence
@@ -202,7 +208,9 @@ def help_text() -> str:
         if group := re.match(r"    # (.+)", line):
             lines += ["", group[1]]
         elif key := re.match(r"    (\w+): (\w+) = (.+?)(?:  # (.*))?$", line):
-            lines.append(f"  --{key[1]}={key[3]}".ljust(42) + f" {key[2]}; {key[4] or ''}".rstrip("; "))
+            lines.append(
+                f"  --{key[1]}={key[3]}".ljust(42) + f" {key[2]}; {key[4] or ''}".rstrip("; ")
+            )
     return "\n".join(lines)
 
 

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from attention_reference import Precision, reference_backward, reference_forward
+from attention_tiles import backward_tiles, constants, forward_tiles, shared_memory
 
 try:
     import triton
@@ -47,7 +48,6 @@ except ImportError:  # no Triton for this platform: CPU tensors run the referenc
     triton, tl = SimpleNamespace(jit=lambda kernel: kernel), None
 
 MAX_HEAD_DIM = 128
-ROOMY = 160 * 1024  # bytes: A100, H100 and later data-centre GPUs; consumer cards have 99 KB
 
 
 @triton.jit
@@ -69,102 +69,121 @@ def _dot(b_a, b_b, b_acc):
 
 
 @triton.jit
-def _load_rows(x, start, stride, T, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr):
-    """Rows start … start + N − 1 of a [T, D] matrix as [N, BD], zero outside it."""
-    o_t = tl.arange(0, N)
-    o_d = tl.arange(0, BD)
-    p_x = x + tl.cast(start, tl.int64) * stride[2]
-    p_x += o_t[:, None] * stride[2] + o_d[None, :] * stride[3]
-    m_t = (start + o_t < T)[:, None]
-    if D == BD:
-        return tl.load(p_x, mask=m_t, other=0.0)
-    return tl.load(p_x, mask=m_t & (o_d < D)[None, :], other=0.0)
+def _of_head(x, i_bh, H, stride):
+    """Where one head of one sequence begins."""
+    return x + i_bh // H * stride[0] + i_bh % H * stride[1]
 
 
 @triton.jit
-def _store_rows(x, b_x, start, stride, T, D: tl.constexpr, BD: tl.constexpr, N: tl.constexpr):
-    """The counterpart of `_load_rows`."""
+def _load_rows(x, start, stride, T, C: tl.constexpr, N: tl.constexpr):
+    """Rows start … start + N − 1 of a [T, D] matrix as [N, BD], zero outside it."""
     o_t = tl.arange(0, N)
-    o_d = tl.arange(0, BD)
+    o_d = tl.arange(0, C.BD)
     p_x = x + tl.cast(start, tl.int64) * stride[2]
     p_x += o_t[:, None] * stride[2] + o_d[None, :] * stride[3]
-    m_x = (start + o_t < T)[:, None] & (o_d < D)[None, :]
+    m_t = (start + o_t < T)[:, None]
+    if C.D == C.BD:
+        return tl.load(p_x, mask=m_t, other=0.0)
+    return tl.load(p_x, mask=m_t & (o_d < C.D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(x, b_x, start, stride, T, C: tl.constexpr, N: tl.constexpr):
+    """The counterpart of `_load_rows`."""
+    o_t = tl.arange(0, N)
+    o_d = tl.arange(0, C.BD)
+    p_x = x + tl.cast(start, tl.int64) * stride[2]
+    p_x += o_t[:, None] * stride[2] + o_d[None, :] * stride[3]
+    m_x = (start + o_t < T)[:, None] & (o_d < C.D)[None, :]
     if INTERPRETED and x.dtype.element_ty == tl.bfloat16:
         b_x = _bf16(b_x)
     tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
-def _scores(b_a, b_b, scale, P: tl.constexpr):
+def _scores(b_a, b_b, scale, C: tl.constexpr):
     """A Bᵀ with the roundings of S. Scaled if S is rounded; if not, `_exp` scales in FP32."""
-    b_s = _dot(b_a, tl.trans(b_b), tl.zeros([b_a.shape[0], b_b.shape[0]], dtype=tl.float32))
-    if P.scores == "bf16":
-        b_s = _bf16(_bf16(b_s) * scale)
+    b_s = _dot(b_a, tl.trans(b_b), tl.full([b_a.shape[0], b_b.shape[0]], 0.0, dtype=tl.float32))
+    if C.P.scores == "bf16":
+        b_s = _bf16(b_s) * scale
+        if not C.exact_scale:  # a power of two rounds nothing
+            b_s = _bf16(b_s)
     return b_s
 
 
 @triton.jit
-def _exp(b_s, b_shift, scale, P: tl.constexpr):
+def _exp(b_s, b_shift, scale, C: tl.constexpr):
     """exp(S − shift) in FP32: P̄ with shift = m (eq. 5 of the paper), P with shift = LSE."""
-    if P.scores == "bf16":  # both are BF16 values for P̄: the difference is exact, exp(0) is 1
+    if C.P.scores == "bf16":  # both are BF16 values for P̄: the difference is exact, exp(0) is 1
         return tl.exp2((b_s - b_shift) * LOG2E)
     return tl.exp2(b_s * (scale * LOG2E) - b_shift * LOG2E)
 
 
 @triton.jit
-def _visible(start_q, start_k, T, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def _visible(start_q, start_k, T, C: tl.constexpr):
     """Which keys of a tile exist and are seen by which queries, [BM, BN]."""
-    o_q = start_q + tl.arange(0, BM)
-    o_k = start_k + tl.arange(0, BN)
-    m_s = tl.broadcast_to((o_k < T)[None, :], [BM, BN])
-    if CAUSAL:
+    o_q = start_q + tl.arange(0, C.BM)
+    o_k = start_k + tl.arange(0, C.BN)
+    m_s = tl.broadcast_to((o_k < T)[None, :], [C.BM, C.BN])
+    if C.causal:
         m_s = m_s & (o_q[:, None] >= o_k[None, :])
     return m_s
 
 
 @triton.jit
-def _merge_maximum(b_r, b_r2, b_s, P: tl.constexpr):
+def _tile_scores(
+    b_q, k, start_q, start_k, stride_k, scale, T, MASKED: tl.constexpr, C: tl.constexpr
+):
+    """The scores of a physical tile, −inf where a query does not see a key."""
+    b_s = _scores(b_q, _load_rows(k, start_k, stride_k, T, C, C.BN), scale, C)
+    if MASKED:
+        b_s = tl.where(_visible(start_q, start_k, T, C), b_s, float("-inf"))
+    return b_s
+
+
+@triton.jit
+def _merge_maximum(b_r, b_r2, b_s, C: tl.constexpr):
     """The largest score of each row so far and, for the fix, the second largest (equal to it where
     the maximum is repeated)."""
     b_t = tl.max(b_s, 1)
-    if P.stable != "off":
+    if C.P.stable != "off":
         b_is_max = b_s == b_t[:, None]
         b_t2 = tl.where(tl.sum(b_is_max.to(tl.int32), 1) > 1, b_t, float("-inf"))
-        if P.tie_tolerance > 0:
+        if C.P.tie_tolerance > 0:
             b_t2 = tl.maximum(b_t2, tl.max(tl.where(b_is_max, float("-inf"), b_s), 1))
         b_r2 = tl.maximum(tl.minimum(b_r, b_t), tl.maximum(b_r2, b_t2))
     return tl.maximum(b_r, b_t), b_r2
 
 
 @triton.jit
-def _tile_maximum(b_r, b_r2, scale, P: tl.constexpr):
+def _tile_maximum(b_r, b_r2, scale, C: tl.constexpr):
     """What a tile proposes for m: its maximum, or with the paper's fix (Algorithm 1), where it is
     repeated, β·r_m if r_m > 0 and 0 if r_m < 0."""
-    if P.scores != "bf16":  # see _scores
+    if C.P.scores != "bf16":  # see _scores
         b_r *= scale
         b_r2 *= scale
-    if P.row_max == "bf16":
+    if C.P.row_max == "bf16":
         b_r = _bf16(b_r)
-    if P.stable == "paper":
-        b_tied = (b_r2 >= b_r - P.tie_tolerance) & (b_r2 > float("-inf"))
-        b_shifted = b_r * P.beta
-        if P.row_max == "bf16":
+    if C.P.stable == "paper":
+        b_tied = (b_r2 >= b_r - C.P.tie_tolerance) & (b_r2 > float("-inf"))
+        b_shifted = b_r * C.P.beta
+        if C.P.row_max == "bf16":
             b_shifted = _bf16(b_shifted)
         b_r = tl.where(b_tied, tl.where(b_r > 0, b_shifted, 0.0), b_r)
     return b_r
 
 
 @triton.jit
-def _rescale(b_acc, b_l, b_m, b_m_new, b_sum, b_pv, P: tl.constexpr):
+def _rescale(b_acc, b_l, b_m, b_m_new, b_sum, b_pv, C: tl.constexpr):
     """Fold a logical tile's Σ P̄ and P̄V into l and the accumulator."""
     b_alpha = tl.exp2((b_m - b_m_new) * LOG2E)
     b_l = b_alpha * b_l + b_sum
-    if P.row_sum == "bf16":
+    if C.P.row_sum == "bf16":
         b_l = _bf16(b_l)
-    if P.pv == "bf16":
+    if C.P.pv == "bf16":
         b_pv = _bf16(b_pv)
     b_acc = b_acc * b_alpha[:, None]
-    if P.accumulator == "bf16":
+    if C.P.accumulator == "bf16":
         b_acc = _bf16(_bf16(b_acc) + b_pv)
     else:
         b_acc += b_pv
@@ -174,154 +193,132 @@ def _rescale(b_acc, b_l, b_m, b_m_new, b_sum, b_pv, P: tl.constexpr):
 @triton.jit
 def _maximum_pass(
     b_r, b_r2, b_q, k, start_q, lo, hi, stride_k, scale, T,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
+    MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Row maxima over keys lo … hi − 1, the first reading of a long logical tile."""
-    for start in range(lo, hi, BN):
-        b_s = _scores(b_q, _load_rows(k, start, stride_k, T, D, BD, BN), scale, P)
-        if MASKED:
-            b_s = tl.where(_visible(start_q, start, T, CAUSAL, BM, BN), b_s, float("-inf"))
-        b_r, b_r2 = _merge_maximum(b_r, b_r2, b_s, P)
+    for start in range(lo, hi, C.BN):
+        b_s = _tile_scores(b_q, k, start_q, start, stride_k, scale, T, MASKED, C)
+        b_r, b_r2 = _merge_maximum(b_r, b_r2, b_s, C)
     return b_r, b_r2
 
 
 @triton.jit
 def _product_pass(
     b_sum, b_pv, b_m, b_q, k, v, start_q, lo, hi, stride_k, stride_v, scale, T,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
+    MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Σ P̄ and P̄V in FP32 over keys lo … hi − 1, the second reading."""
-    for start in range(lo, hi, BN):
-        b_s = _scores(b_q, _load_rows(k, start, stride_k, T, D, BD, BN), scale, P)
-        if MASKED:
-            b_s = tl.where(_visible(start_q, start, T, CAUSAL, BM, BN), b_s, float("-inf"))
-        b_p = _exp(b_s, b_m[:, None], scale, P)
+    for start in range(lo, hi, C.BN):
+        b_s = _tile_scores(b_q, k, start_q, start, stride_k, scale, T, MASKED, C)
+        b_p = _exp(b_s, b_m[:, None], scale, C)
         b_sum += tl.sum(b_p, 1)
-        b_pv = _dot(b_p, _load_rows(v, start, stride_v, T, D, BD, BN), b_pv)
+        b_pv = _dot(b_p, _load_rows(v, start, stride_v, T, C, C.BN), b_pv)
     return b_sum, b_pv
 
 
 @triton.jit
 def _single_pass(
     b_acc, b_l, b_m, b_q, k, v, start_q, lo, hi, stride_k, stride_v, scale, T,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
+    MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Keys lo … hi − 1 where a physical tile is a logical tile: scores are computed once."""
-    b_none = tl.full([BM], float("-inf"), dtype=tl.float32)
-    for start in range(lo, hi, BN):
-        b_s = _scores(b_q, _load_rows(k, start, stride_k, T, D, BD, BN), scale, P)
-        if MASKED:
-            b_s = tl.where(_visible(start_q, start, T, CAUSAL, BM, BN), b_s, float("-inf"))
-        b_r, b_r2 = _merge_maximum(b_none, b_none, b_s, P)
-        b_m_new = tl.maximum(b_m, _tile_maximum(b_r, b_r2, scale, P))
-        b_p = _exp(b_s, b_m_new[:, None], scale, P)
-        b_v = _load_rows(v, start, stride_v, T, D, BD, BN)
-        if P.pv == "fp32" and P.accumulator == "fp32":  # P̄V need not exist on its own
+    b_none = tl.full([C.BM], float("-inf"), dtype=tl.float32)
+    for start in range(lo, hi, C.BN):
+        b_s = _tile_scores(b_q, k, start_q, start, stride_k, scale, T, MASKED, C)
+        b_r, b_r2 = _merge_maximum(b_none, b_none, b_s, C)
+        b_m_new = tl.maximum(b_m, _tile_maximum(b_r, b_r2, scale, C))
+        b_p = _exp(b_s, b_m_new[:, None], scale, C)
+        b_v = _load_rows(v, start, stride_v, T, C, C.BN)
+        if C.P.pv == "fp32" and C.P.accumulator == "fp32":  # P̄V need not exist on its own
             b_alpha = tl.exp2((b_m - b_m_new) * LOG2E)
             b_acc = _dot(b_p, b_v, b_acc * b_alpha[:, None])
             b_l = b_alpha * b_l + tl.sum(b_p, 1)
-            if P.row_sum == "bf16":
+            if C.P.row_sum == "bf16":
                 b_l = _bf16(b_l)
         else:
-            b_pv = _dot(b_p, b_v, tl.zeros([BM, BD], dtype=tl.float32))
-            b_acc, b_l = _rescale(b_acc, b_l, b_m, b_m_new, tl.sum(b_p, 1), b_pv, P)
+            b_pv = _dot(b_p, b_v, tl.full([C.BM, C.BD], 0.0, dtype=tl.float32))
+            b_acc, b_l = _rescale(b_acc, b_l, b_m, b_m_new, tl.sum(b_p, 1), b_pv, C)
         b_m = b_m_new
     return b_acc, b_l, b_m
 
 
 @triton.jit
 def _forward_kernel(
-    q, k, v, o, lse, stride_q, stride_k, stride_v, stride_o, scale, H, T,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, TWO_PASSES: tl.constexpr, P: tl.constexpr,
+    q, k, v, o, lse, stride_q, stride_k, stride_v, stride_o, scale, H, T, C: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of BM queries of one head. Grid: (B · H · ⌈T / BM⌉,)."""
-    n_m = tl.cdiv(T, BM)
+    n_m = tl.cdiv(T, C.BM)
     i_m = n_m - 1 - tl.program_id(0) % n_m  # causal: the longest rows first
     i_bh = (tl.program_id(0) // n_m).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    q += i_b * stride_q[0] + i_h * stride_q[1]
-    k += i_b * stride_k[0] + i_h * stride_k[1]
-    v += i_b * stride_v[0] + i_h * stride_v[1]
-    o += i_b * stride_o[0] + i_h * stride_o[1]
-    start_q = i_m * BM
-    b_q = _load_rows(q, start_q, stride_q, T, D, BD, BM)
+    q = _of_head(q, i_bh, H, stride_q)
+    k = _of_head(k, i_bh, H, stride_k)
+    v = _of_head(v, i_bh, H, stride_v)
+    o = _of_head(o, i_bh, H, stride_o)
+    start_q = i_m * C.BM
+    b_q = _load_rows(q, start_q, stride_q, T, C, C.BM)
 
     # Keys [0, seen) need no mask; [seen, end) do.
-    end = tl.minimum(start_q + BM, T) if CAUSAL else T
-    seen = (start_q if CAUSAL else T) // BN * BN
+    end = tl.minimum(start_q + C.BM, T) if C.causal else T
+    seen = (start_q if C.causal else T) // C.BN * C.BN
 
-    b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
-    b_l = tl.zeros([BM], dtype=tl.float32)
-    b_acc = tl.zeros([BM, BD], dtype=tl.float32)
-    if TWO_PASSES:
-        key_tile = T if P.key_tile == "full" else P.key_tile
+    b_m = tl.full([C.BM], float("-inf"), dtype=tl.float32)
+    b_l = tl.full([C.BM], 0.0, dtype=tl.float32)
+    b_acc = tl.full([C.BM, C.BD], 0.0, dtype=tl.float32)
+    if C.two_passes:
+        key_tile = T if C.P.key_tile == "full" else C.P.key_tile
         for tile in range(0, end, key_tile):
             tile_end = tl.minimum(tile + key_tile, end)
             mid = tl.minimum(tl.maximum(seen, tile), tile_end)
-            b_r = tl.full([BM], float("-inf"), dtype=tl.float32)
-            b_r, b_r2 = _maximum_pass(
-                b_r, b_r, b_q, k, start_q, tile, mid, stride_k, scale, T,
-                D, BD, BM, BN, CAUSAL, False, P,
-            )  # fmt: skip
-            b_r, b_r2 = _maximum_pass(
-                b_r, b_r2, b_q, k, start_q, mid, tile_end, stride_k, scale, T,
-                D, BD, BM, BN, CAUSAL, True, P,
-            )  # fmt: skip
-            b_m_new = tl.maximum(b_m, _tile_maximum(b_r, b_r2, scale, P))
-            b_sum = tl.zeros([BM], dtype=tl.float32)
-            b_pv = tl.zeros([BM, BD], dtype=tl.float32)
-            b_sum, b_pv = _product_pass(
-                b_sum, b_pv, b_m_new, b_q, k, v, start_q, tile, mid, stride_k, stride_v, scale, T,
-                D, BD, BM, BN, CAUSAL, False, P,
-            )  # fmt: skip
-            b_sum, b_pv = _product_pass(
-                b_sum, b_pv, b_m_new, b_q, k, v, start_q, mid, tile_end, stride_k, stride_v,
-                scale, T, D, BD, BM, BN, CAUSAL, True, P,
-            )  # fmt: skip
-            b_acc, b_l = _rescale(b_acc, b_l, b_m, b_m_new, b_sum, b_pv, P)
+            b_r = tl.full([C.BM], float("-inf"), dtype=tl.float32)
+            b_r2 = b_r
+            for MASKED in tl.static_range(2):
+                lo, hi = (mid, tile_end) if MASKED else (tile, mid)
+                b_r, b_r2 = _maximum_pass(
+                    b_r, b_r2, b_q, k, start_q, lo, hi, stride_k, scale, T, MASKED, C
+                )
+            b_m_new = tl.maximum(b_m, _tile_maximum(b_r, b_r2, scale, C))
+            b_sum = tl.full([C.BM], 0.0, dtype=tl.float32)
+            b_pv = tl.full([C.BM, C.BD], 0.0, dtype=tl.float32)
+            for MASKED in tl.static_range(2):
+                lo, hi = (mid, tile_end) if MASKED else (tile, mid)
+                b_sum, b_pv = _product_pass(
+                    b_sum, b_pv, b_m_new, b_q, k, v, start_q, lo, hi, stride_k, stride_v, scale,
+                    T, MASKED, C,
+                )  # fmt: skip
+            b_acc, b_l = _rescale(b_acc, b_l, b_m, b_m_new, b_sum, b_pv, C)
             b_m = b_m_new
     else:
-        b_acc, b_l, b_m = _single_pass(
-            b_acc, b_l, b_m, b_q, k, v, start_q, 0, seen, stride_k, stride_v, scale, T,
-            D, BD, BM, BN, CAUSAL, False, P,
-        )  # fmt: skip
-        b_acc, b_l, b_m = _single_pass(
-            b_acc, b_l, b_m, b_q, k, v, start_q, seen, end, stride_k, stride_v, scale, T,
-            D, BD, BM, BN, CAUSAL, True, P,
-        )  # fmt: skip
+        for MASKED in tl.static_range(2):
+            lo, hi = (seen, end) if MASKED else (0, seen)
+            b_acc, b_l, b_m = _single_pass(
+                b_acc, b_l, b_m, b_q, k, v, start_q, lo, hi, stride_k, stride_v, scale, T,
+                MASKED, C,
+            )  # fmt: skip
 
-    b_o = tl.div_rn(b_acc, tl.broadcast_to(b_l[:, None], [BM, BD]))  # → BF16 in the store
-    _store_rows(o, b_o, start_q, stride_o, T, D, BD, BM)
-    o_q = start_q + tl.arange(0, BM)
+    b_o = tl.div_rn(b_acc, tl.broadcast_to(b_l[:, None], [C.BM, C.BD]))  # → BF16 in the store
+    _store_rows(o, b_o, start_q, stride_o, T, C, C.BM)
+    o_q = start_q + tl.arange(0, C.BM)
     tl.store(lse + i_bh * T + o_q, b_m + tl.log2(b_l) * LN2, mask=o_q < T)
 
 
 @triton.jit
-def _delta_kernel(
-    o, do, delta, stride_o, stride_do, H, T,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+def _delta_kernel(o, do, delta, stride_o, stride_do, H, T, C: tl.constexpr):
     """δ = rowsum(dO ∘ O) in FP32, over O as it was rounded. Grid: (B · H · ⌈T / BM⌉,)."""
-    n_m = tl.cdiv(T, BM)
-    start = tl.program_id(0) % n_m * BM
+    n_m = tl.cdiv(T, C.BM)
+    start = tl.program_id(0) % n_m * C.BM
     i_bh = (tl.program_id(0) // n_m).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    o += i_b * stride_o[0] + i_h * stride_o[1]
-    do += i_b * stride_do[0] + i_h * stride_do[1]
-    b_o = _load_rows(o, start, stride_o, T, D, BD, BM).to(tl.float32)
-    b_do = _load_rows(do, start, stride_do, T, D, BD, BM).to(tl.float32)
-    o_q = start + tl.arange(0, BM)
+    o = _of_head(o, i_bh, H, stride_o)
+    do = _of_head(do, i_bh, H, stride_do)
+    b_o = _load_rows(o, start, stride_o, T, C, C.BM).to(tl.float32)
+    b_do = _load_rows(do, start, stride_do, T, C, C.BM).to(tl.float32)
+    o_q = start + tl.arange(0, C.BM)
     tl.store(delta + i_bh * T + o_q, tl.sum(b_o * b_do, 1), mask=o_q < T)
 
 
 @triton.jit
-def _score_gradient(b_p, b_dp, b_delta, scale, P: tl.constexpr):
+def _score_gradient(b_p, b_dp, b_delta, scale, C: tl.constexpr):
     """dS = P · scale · (dP − δ), rounded where it becomes an operand."""
-    if P.dp == "bf16":
+    if C.P.dp == "bf16":
         b_dp = _bf16(b_dp)
     return b_p * scale * (b_dp - b_delta)
 
@@ -329,22 +326,21 @@ def _score_gradient(b_p, b_dp, b_delta, scale, P: tl.constexpr):
 @triton.jit
 def _dkdv_pass(
     b_dk, b_dv, b_k, b_v, q, do, lse, delta, start_k, lo, hi, stride_q, stride_do, scale, T,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
+    MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dK += dSᵀ Q and dV += Pᵀ dO over queries lo … hi − 1. Queries beyond T have dO = δ = 0."""
-    for start in range(lo, hi, BM):
-        b_q = _load_rows(q, start, stride_q, T, D, BD, BM)
-        b_do = _load_rows(do, start, stride_do, T, D, BD, BM)
-        o_q = start + tl.arange(0, BM)
+    for start in range(lo, hi, C.BM):
+        b_q = _load_rows(q, start, stride_q, T, C, C.BM)
+        b_do = _load_rows(do, start, stride_do, T, C, C.BM)
+        o_q = start + tl.arange(0, C.BM)
         b_lse = tl.load(lse + o_q, mask=o_q < T, other=0.0)
         b_delta = tl.load(delta + o_q, mask=o_q < T, other=0.0)
-        b_pT = _exp(_scores(b_k, b_q, scale, P), b_lse[None, :], scale, P)  # [BN, BM]
+        b_pT = _exp(_scores(b_k, b_q, scale, C), b_lse[None, :], scale, C)  # [BN, BM]
         if MASKED:
-            b_pT = tl.where(tl.trans(_visible(start, start_k, T, CAUSAL, BM, BN)), b_pT, 0.0)
+            b_pT = tl.where(tl.trans(_visible(start, start_k, T, C)), b_pT, 0.0)
         b_dv = _dot(b_pT, b_do, b_dv)
-        b_dpT = _dot(b_v, tl.trans(b_do), tl.zeros([BN, BM], dtype=tl.float32))
-        b_dsT = _score_gradient(b_pT, b_dpT, b_delta[None, :], scale, P)
+        b_dpT = _dot(b_v, tl.trans(b_do), tl.full([C.BN, C.BM], 0.0, dtype=tl.float32))
+        b_dsT = _score_gradient(b_pT, b_dpT, b_delta[None, :], scale, C)
         b_dk = _dot(b_dsT, b_q, b_dk)
     return b_dk, b_dv
 
@@ -352,59 +348,51 @@ def _dkdv_pass(
 @triton.jit
 def _dkdv_kernel(
     q, k, v, do, lse, delta, dk, dv,
-    stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv, scale, H, T,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, P: tl.constexpr,
+    stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv, scale, H, T, C: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BN keys of one head. Grid: (B · H · ⌈T / BN⌉,)."""
-    n_n = tl.cdiv(T, BN)
-    start_k = tl.program_id(0) % n_n * BN
+    n_n = tl.cdiv(T, C.BN)
+    start_k = tl.program_id(0) % n_n * C.BN
     i_bh = (tl.program_id(0) // n_n).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    q += i_b * stride_q[0] + i_h * stride_q[1]
-    k += i_b * stride_k[0] + i_h * stride_k[1]
-    v += i_b * stride_v[0] + i_h * stride_v[1]
-    do += i_b * stride_do[0] + i_h * stride_do[1]
+    q = _of_head(q, i_bh, H, stride_q)
+    k = _of_head(k, i_bh, H, stride_k)
+    v = _of_head(v, i_bh, H, stride_v)
+    do = _of_head(do, i_bh, H, stride_do)
     lse += i_bh * T
     delta += i_bh * T
-    b_k = _load_rows(k, start_k, stride_k, T, D, BD, BN)
-    b_v = _load_rows(v, start_k, stride_v, T, D, BD, BN)
-    b_dk = tl.zeros([BN, BD], dtype=tl.float32)
-    b_dv = tl.zeros([BN, BD], dtype=tl.float32)
+    b_k = _load_rows(k, start_k, stride_k, T, C, C.BN)
+    b_v = _load_rows(v, start_k, stride_v, T, C, C.BN)
+    b_dk = tl.full([C.BN, C.BD], 0.0, dtype=tl.float32)
+    b_dv = tl.full([C.BN, C.BD], 0.0, dtype=tl.float32)
 
-    if CAUSAL:  # queries [lo, seen) see some of these keys, [seen, T) all of them
-        lo = start_k // BM * BM
-        seen = tl.minimum(tl.cdiv(start_k + BN, BM) * BM, T)
+    # Queries [start, seen) see some of these keys, [seen, T) all of them.
+    start = start_k // C.BM * C.BM if C.causal else 0
+    seen = tl.minimum(tl.cdiv(start_k + C.BN, C.BM) * C.BM, T) if C.causal else 0
+    for MASKED in tl.static_range(2):
+        lo, hi = (start, seen) if MASKED else (seen, T)
         b_dk, b_dv = _dkdv_pass(
-            b_dk, b_dv, b_k, b_v, q, do, lse, delta, start_k, lo, seen, stride_q, stride_do,
-            scale, T, D, BD, BM, BN, CAUSAL, True, P,
+            b_dk, b_dv, b_k, b_v, q, do, lse, delta, start_k, lo, hi, stride_q, stride_do, scale,
+            T, MASKED, C,
         )  # fmt: skip
-    else:
-        seen = 0
-    b_dk, b_dv = _dkdv_pass(
-        b_dk, b_dv, b_k, b_v, q, do, lse, delta, start_k, seen, T, stride_q, stride_do,
-        scale, T, D, BD, BM, BN, CAUSAL, False, P,
-    )  # fmt: skip
 
-    _store_rows(dk + i_b * stride_dk[0] + i_h * stride_dk[1], b_dk, start_k, stride_dk, T, D, BD, BN)
-    _store_rows(dv + i_b * stride_dv[0] + i_h * stride_dv[1], b_dv, start_k, stride_dv, T, D, BD, BN)
+    _store_rows(_of_head(dk, i_bh, H, stride_dk), b_dk, start_k, stride_dk, T, C, C.BN)
+    _store_rows(_of_head(dv, i_bh, H, stride_dv), b_dv, start_k, stride_dv, T, C, C.BN)
 
 
 @triton.jit
 def _dq_pass(
     b_dq, b_q, b_do, b_lse, b_delta, k, v, start_q, lo, hi, stride_k, stride_v, scale, T,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr,
+    MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dQ += dS K over keys lo … hi − 1."""
-    for start in range(lo, hi, BN):
-        b_k = _load_rows(k, start, stride_k, T, D, BD, BN)
-        b_v = _load_rows(v, start, stride_v, T, D, BD, BN)
-        b_p = _exp(_scores(b_q, b_k, scale, P), b_lse[:, None], scale, P)
+    for start in range(lo, hi, C.BN):
+        b_k = _load_rows(k, start, stride_k, T, C, C.BN)
+        b_v = _load_rows(v, start, stride_v, T, C, C.BN)
+        b_p = _exp(_scores(b_q, b_k, scale, C), b_lse[:, None], scale, C)
         if MASKED:
-            b_p = tl.where(_visible(start_q, start, T, CAUSAL, BM, BN), b_p, 0.0)
-        b_dp = _dot(b_do, tl.trans(b_v), tl.zeros([BM, BN], dtype=tl.float32))
-        b_ds = _score_gradient(b_p, b_dp, b_delta[:, None], scale, P)
+            b_p = tl.where(_visible(start_q, start, T, C), b_p, 0.0)
+        b_dp = _dot(b_do, tl.trans(b_v), tl.full([C.BM, C.BN], 0.0, dtype=tl.float32))
+        b_ds = _score_gradient(b_p, b_dp, b_delta[:, None], scale, C)
         b_dq = _dot(b_ds, b_k, b_dq)
     return b_dq
 
@@ -412,82 +400,38 @@ def _dq_pass(
 @triton.jit
 def _dq_kernel(
     q, k, v, do, lse, delta, dq,
-    stride_q, stride_k, stride_v, stride_do, stride_dq, scale, H, T,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, P: tl.constexpr,
+    stride_q, stride_k, stride_v, stride_do, stride_dq, scale, H, T, C: tl.constexpr,
 ):  # fmt: skip
     """dQ of BM queries of one head. Grid: (B · H · ⌈T / BM⌉,)."""
-    n_m = tl.cdiv(T, BM)
-    start_q = (n_m - 1 - tl.program_id(0) % n_m) * BM
+    n_m = tl.cdiv(T, C.BM)
+    start_q = (n_m - 1 - tl.program_id(0) % n_m) * C.BM
     i_bh = (tl.program_id(0) // n_m).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    q += i_b * stride_q[0] + i_h * stride_q[1]
-    k += i_b * stride_k[0] + i_h * stride_k[1]
-    v += i_b * stride_v[0] + i_h * stride_v[1]
-    do += i_b * stride_do[0] + i_h * stride_do[1]
-    dq += i_b * stride_dq[0] + i_h * stride_dq[1]
-    b_q = _load_rows(q, start_q, stride_q, T, D, BD, BM)
-    b_do = _load_rows(do, start_q, stride_do, T, D, BD, BM)
-    o_q = start_q + tl.arange(0, BM)
+    q = _of_head(q, i_bh, H, stride_q)
+    k = _of_head(k, i_bh, H, stride_k)
+    v = _of_head(v, i_bh, H, stride_v)
+    do = _of_head(do, i_bh, H, stride_do)
+    dq = _of_head(dq, i_bh, H, stride_dq)
+    b_q = _load_rows(q, start_q, stride_q, T, C, C.BM)
+    b_do = _load_rows(do, start_q, stride_do, T, C, C.BM)
+    o_q = start_q + tl.arange(0, C.BM)
     b_lse = tl.load(lse + i_bh * T + o_q, mask=o_q < T, other=0.0)
     b_delta = tl.load(delta + i_bh * T + o_q, mask=o_q < T, other=0.0)
-    b_dq = tl.zeros([BM, BD], dtype=tl.float32)
+    b_dq = tl.full([C.BM, C.BD], 0.0, dtype=tl.float32)
 
-    end = tl.minimum(start_q + BM, T) if CAUSAL else T
-    seen = (start_q if CAUSAL else T) // BN * BN
-    b_dq = _dq_pass(
-        b_dq, b_q, b_do, b_lse, b_delta, k, v, start_q, 0, seen, stride_k, stride_v, scale, T,
-        D, BD, BM, BN, CAUSAL, False, P,
-    )  # fmt: skip
-    b_dq = _dq_pass(
-        b_dq, b_q, b_do, b_lse, b_delta, k, v, start_q, seen, end, stride_k, stride_v, scale, T,
-        D, BD, BM, BN, CAUSAL, True, P,
-    )  # fmt: skip
-    _store_rows(dq, b_dq, start_q, stride_dq, T, D, BD, BM)
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory one block may use; on a CPU (Triton's interpreter) as many as needed."""
-    if device.type == "cpu":
-        return ROOMY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    end = tl.minimum(start_q + C.BM, T) if C.causal else T
+    seen = (start_q if C.causal else T) // C.BN * C.BN
+    for MASKED in tl.static_range(2):
+        lo, hi = (seen, end) if MASKED else (0, seen)
+        b_dq = _dq_pass(
+            b_dq, b_q, b_do, b_lse, b_delta, k, v, start_q, lo, hi, stride_k, stride_v, scale, T,
+            MASKED, C,
+        )  # fmt: skip
+    _store_rows(dq, b_dq, start_q, stride_dq, T, C, C.BM)
 
 
 def _on(device: torch.device):
     """Kernels launch on the current GPU: make it the tensors' own."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def forward_tiles(length: int, head_dim: int, precision: Precision, shared: int) -> dict:
-    """Physical tile of the forward kernel on a GPU with `shared` bytes a block.
-
-    BN divides the logical tile, which is then read twice unless it is no longer than BN.
-    """
-    roomy = shared >= ROOMY
-    widest = 128 if head_dim <= 64 and roomy else 64
-    tile = precision.key_tile
-    if tile == "full" or tile >= length:
-        bn = min(widest, max(16, triton.next_power_of_2(length)))
-        two_passes = length > bn
-    else:
-        bn = min(widest, tile & -tile)  # the largest power of two that divides it
-        two_passes = tile > bn
-    warps = 8 if head_dim > 64 or bn > 64 else 4
-    return dict(
-        BM=128, BN=bn, TWO_PASSES=two_passes, num_warps=warps, num_stages=3 if roomy else 2
-    )
-
-
-def backward_tiles(head_dim: int, shared: int) -> tuple[dict, dict]:
-    """Physical tiles of the dK dV kernel and of the dQ kernel, likewise."""
-    roomy = shared >= ROOMY
-    if head_dim <= 64:
-        dkdv = dict(BM=64, BN=128, num_warps=8, num_stages=3 if roomy else 2)
-        dq = dict(BM=128, BN=64, num_warps=8, num_stages=3 if roomy else 2)
-    else:
-        dkdv = dict(BM=64, BN=128 if roomy else 64, num_warps=8, num_stages=2 if roomy else 1)
-        dq = dict(BM=128 if roomy else 64, BN=64, num_warps=8, num_stages=2 if roomy else 1)
-    return dkdv, dq
 
 
 def triton_forward(
@@ -496,52 +440,47 @@ def triton_forward(
     """`reference_forward` by the Triton kernel, for CUDA tensors of any strides."""
     B, H, T, D = q.shape
     o, lse = _empty_outputs(q, precision)
-    tiles = forward_tiles(T, D, precision, _shared_memory(q.device))
-    grid = (B * H * triton.cdiv(T, tiles["BM"]),)
+    tile, options = forward_tiles(T, D, precision, shared_memory(q.device))
+    C = constants(D, causal, scale, precision, **tile)
     with _on(q.device):
-        _forward_kernel[grid](
+        _forward_kernel[(B * H * triton.cdiv(T, C.BM),)](
             q, k, v, o, lse, q.stride(), k.stride(), v.stride(), o.stride(), scale, H, T,
-            D=D, BD=triton.next_power_of_2(D), CAUSAL=causal, P=precision, **tiles,
+            C=C, **options,
         )  # fmt: skip
     return o, lse
 
 
 def triton_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    precision: Precision,
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    causal: bool, scale: float, precision: Precision,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`reference_backward` by the Triton kernels. No atomics: a rerun gives the same bits."""
     B, H, T, D = q.shape
-    shape = dict(D=D, BD=triton.next_power_of_2(D))
-    dkdv_tiles, dq_tiles = backward_tiles(D, _shared_memory(q.device))
+    (dkdv_tile, dkdv_options), (dq_tile, dq_options) = backward_tiles(D, shared_memory(q.device))
     delta = torch.empty_like(lse)
     dq, dk, dv = (_empty_like_heads(q) for _ in range(3))
     with _on(q.device):
-        _delta_kernel[(B * H * triton.cdiv(T, 128),)](
-            o, do, delta, o.stride(), do.stride(), H, T, BM=128, **shape
+        C = constants(D, causal, scale, precision, BM=128, BN=0)
+        _delta_kernel[(B * H * triton.cdiv(T, C.BM),)](
+            o, do, delta, o.stride(), do.stride(), H, T, C=C
         )
-        _dkdv_kernel[(B * H * triton.cdiv(T, dkdv_tiles["BN"]),)](
+        C = constants(D, causal, scale, precision, **dkdv_tile)
+        _dkdv_kernel[(B * H * triton.cdiv(T, C.BN),)](
             q, k, v, do, lse, delta, dk, dv,
             q.stride(), k.stride(), v.stride(), do.stride(), dk.stride(), dv.stride(), scale, H, T,
-            CAUSAL=causal, P=precision, **shape, **dkdv_tiles,
+            C=C, **dkdv_options,
         )  # fmt: skip
-        _dq_kernel[(B * H * triton.cdiv(T, dq_tiles["BM"]),)](
+        C = constants(D, causal, scale, precision, **dq_tile)
+        _dq_kernel[(B * H * triton.cdiv(T, C.BM),)](
             q, k, v, do, lse, delta, dq,
             q.stride(), k.stride(), v.stride(), do.stride(), dq.stride(), scale, H, T,
-            CAUSAL=causal, P=precision, **shape, **dq_tiles,
+            C=C, **dq_options,
         )  # fmt: skip
     return dq, dk, dv
 
 
 def _empty_like_heads(q: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[B, H, T, D] laid out as [B, T, H, D]: the model's reshape to [B, T, H · D] copies nothing."""
+    """[B, H, T, D] stored as [B, T, H, D]: the model's reshape to [B, T, H · D] copies nothing."""
     B, H, T, D = q.shape
     return torch.empty(B, T, H, D, dtype=dtype, device=q.device).transpose(1, 2)
 

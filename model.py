@@ -139,7 +139,7 @@ class GPT(nn.Module):
         return count if positions else count - self.transformer.wpe.weight.numel()
 
     def flops_per_token(self) -> int:
-        """Of a forward and backward pass (PaLM, arXiv 2204.02311, appendix B), causality ignored."""
+        """Of a forward and backward pass, causality ignored (arXiv 2204.02311, appendix B)."""
         c = self.config
         return 6 * self.num_params(positions=False) + 12 * c.n_layer * c.n_embd * c.block_size
 
@@ -152,8 +152,9 @@ class GPT(nn.Module):
             With targets: logits [B, T, V] and the loss; without: the last position's [B, 1, V], None.
         """
         T = idx_BT.shape[1]
-        if T > self.config.block_size:
-            raise ValueError(f"{T} tokens, but the model's block_size is {self.config.block_size}")
+        limit = self.config.block_size
+        if limit < T:
+            raise ValueError(f"{T} tokens, but the model's block_size is {limit}")
         positions = torch.arange(T, device=idx_BT.device)
         x_BTC = self.transformer.wte(idx_BT) + self.transformer.wpe(positions)
         x_BTC = self.transformer.drop(x_BTC)

@@ -59,7 +59,9 @@ class Run:
     checkpoints: Checkpoints | None = None
     recorder: Recorder | None = None
     wandb_id: str | None = None
-    pending: list[Tensor] = field(default_factory=list)  # (loss, gradient norm), still on the device
+    pending: list[Tensor] = field(
+        default_factory=list
+    )  # (loss, gradient norm), still on the device
     signalled: bool = False  # SIGINT or SIGTERM came
     stopped: str = ""  # why the loop must end early; the same on all ranks
     started: float = field(default_factory=time.perf_counter)
@@ -354,7 +356,10 @@ def main(argv: list[str]) -> int:
         return 2
     except NonFiniteError as error:
         if run.rank == 0:
-            print(f"error: {error}; the weights before it are in {run.config.out_dir}", file=sys.stderr)
+            print(
+                f"error: {error}; the weights before it are in {run.config.out_dir}",
+                file=sys.stderr,
+            )
         return 3
     except torch.OutOfMemoryError as error:
         print(f"error: {error}; a smaller micro_batch_size needs less", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The small model with torch's own attention, FP32 inside; all else as in configs/lab_original.py."""
+"""The small model with torch's own attention; all else as in configs/lab_original.py."""
 
 from configs.lab_original import *
 

@@ -6,6 +6,7 @@ from triton.compiler import ASTSource
 
 import flash_attn_stable as fas
 from attention_reference import Precision
+from attention_tiles import backward_tiles, constants, forward_tiles
 
 
 def shared_memory(kernel, capability: int, constants: dict, options: dict) -> int:
@@ -31,14 +32,13 @@ def main(capability: int, shared: int):
     for D in (64, 128):
         for arithmetic in ("fa2", "official,stable=paper"):
             P = Precision.parse(arithmetic)
-            dkdv, dq = fas.backward_tiles(D, shared)
+            dkdv, dq = backward_tiles(D, shared)
             kernels = [
-                (fas._forward_kernel, fas.forward_tiles(1024, D, P, shared)),
-                (fas._dkdv_kernel, dkdv),
-                (fas._dq_kernel, dq),
+                (fas._forward_kernel, *forward_tiles(1024, D, P, shared)),
+                (fas._dkdv_kernel, *dkdv),
+                (fas._dq_kernel, *dq),
             ]
-            for kernel, tiles in kernels:
-                options = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
-                constants = dict(D=D, BD=D, CAUSAL=True, P=P, **tiles)
-                used = shared_memory(kernel, capability, constants, options)
+            for kernel, tile, options in kernels:
+                C = constants(D, True, 0.125, P, **tile)
+                used = shared_memory(kernel, capability, {"C": C}, options)
                 print(D, arithmetic, kernel.__name__, used)

@@ -35,7 +35,10 @@ def load(args: argparse.Namespace):
         return load_dataset("parquet", data_files=files, split="train")
     try:
         return load_dataset(args.repo, revision=args.revision, split="train", num_proc=args.workers)
-    except (OSError, RuntimeError) as error:  # no network; "Dataset scripts are no longer supported"
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # no network; "Dataset scripts are no longer supported"
         raise CorpusError(
             f"{args.repo} at {args.revision or 'main'} did not load as Parquet ({error}); try another "
             "--repo, --revision=refs/convert/parquet, or --parquet=<folder of downloaded files>"
@@ -66,7 +69,9 @@ def main() -> int:
     parser.add_argument("--repo", default="Skylion007/openwebtext", help="dataset on the hub")
     parser.add_argument("--revision", help="of the repository: a branch, tag or commit")
     parser.add_argument("--parquet", type=Path, help="folder of downloaded Parquet files instead")
-    parser.add_argument("--vocab", help="GPT-2's vocabulary in tiktoken's format, to not download it")
+    parser.add_argument(
+        "--vocab", help="GPT-2's vocabulary in tiktoken's format, to not download it"
+    )
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     args = parser.parse_args()
     try:

@@ -19,7 +19,9 @@ def main() -> int:
     parser.add_argument("dir", type=Path, help="folder of texts, searched at any depth")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder to write")
     parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2")
-    parser.add_argument("--vocab", help="GPT-2's vocabulary in tiktoken's format, to not download it")
+    parser.add_argument(
+        "--vocab", help="GPT-2's vocabulary in tiktoken's format, to not download it"
+    )
     parser.add_argument("--val-share", type=float, default=0.005, help="of files held out")
     parser.add_argument("--suffixes", default=".txt,.md", help="of the files to take")
     args = parser.parse_args()

@@ -1,0 +1,82 @@
+"""
+Draw the training losses of runs, and where they rose or exploded.
+
+    python scripts/plot_runs.py OUT_DIR … [--png=FILE] [--labels=a,b,…]
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+SMOOTH = 0.9  # exponential average over the logged losses
+
+
+def read_metrics(out_dir: Path) -> list[dict]:
+    """The lines of out_dir/metrics.jsonl.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def draw(runs: dict[str, Path], png: Path, title: str = ""):
+    """Write a PNG of the losses over steps: faint as logged, strong smoothed.
+
+    Args:
+        runs: label → out_dir.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # Okabe and Ito's colours, told apart by any eye; the styles tell curves that coincide.
+    colours = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+    styles = ["-", "--", ":", "-."]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for i, (label, out_dir) in enumerate(runs.items()):
+        lines = read_metrics(out_dir)
+        points = [(x["iter"], x["loss"]) for x in lines if x.get("loss") is not None]
+        if not points:
+            continue
+        steps, losses = zip(*points, strict=True)
+        smoothed, average, weight = [], 0.0, 0.0
+        for loss in losses:
+            average, weight = SMOOTH * average + loss, SMOOTH * weight + 1
+            smoothed.append(average / weight)
+        colour = colours[i % len(colours)]
+        axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=1)
+        style = styles[i % len(styles)]
+        axes.plot(steps, smoothed, color=colour, linestyle=style, linewidth=2, label=label)
+        for event in (x for x in lines if x.get("event") == "explosion"):
+            axes.axvline(event["iter"], color=colour, linewidth=1)
+    axes.set(xlabel="step", ylabel="training loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(png, dpi=150)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("out_dirs", type=Path, nargs="+")
+    parser.add_argument("--png", type=Path, default=Path("loss.png"))
+    parser.add_argument("--labels", help="one for each run, comma-separated; default: folder names")
+    parser.add_argument("--title", default="")
+    args = parser.parse_args()
+    labels = args.labels.split(",") if args.labels else [path.name for path in args.out_dirs]
+    if len(labels) != len(args.out_dirs):
+        parser.error(f"{len(labels)} labels for {len(args.out_dirs)} runs")
+    try:
+        draw(dict(zip(labels, args.out_dirs, strict=True)), args.png, args.title)
+    except FileNotFoundError as error:
+        print(f"error: {error.filename} does not exist", file=sys.stderr)
+        return 2
+    print(args.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
