@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 BF16, FP32 = "bf16", "fp32"
+LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ def reference_forward(
             s_BHTN = s_BHTN.masked_fill(_hidden(rows, keys, s_BHTN.device), -torch.inf)
         m_old = m_BHT[:, :, rows]
         m = torch.maximum(m_old, tile_maximum(s_BHTN, precision))
-        p_BHTN = torch.exp(s_BHTN - m[..., None])  # FP32 argument and result
-        alpha = torch.exp(m_old - m)
+        p_BHTN = _exp(s_BHTN - m[..., None])  # FP32 argument and result
+        alpha = _exp(m_old - m)
         l_BHT[:, :, rows] = _round(alpha * l_BHT[:, :, rows] + p_BHTN.sum(-1), precision.row_sum)
         pv_BHTD = _round(_round(p_BHTN, BF16) @ v_BHTD[:, :, keys], precision.pv)
         acc = _round(alpha[..., None] * acc_BHTD[:, :, rows], precision.accumulator)
@@ -158,7 +159,7 @@ def reference_forward(
     o_BHTD = acc_BHTD / l_BHT[..., None]
     if precision.output == BF16:
         o_BHTD = o_BHTD.bfloat16()
-    return o_BHTD, m_BHT + torch.log(l_BHT)
+    return o_BHTD, m_BHT + torch.log2(l_BHT) * LN2
 
 
 def reference_backward(
@@ -191,9 +192,8 @@ def reference_backward(
     for keys in _key_tiles(length, precision):
         rows = slice(keys.start if causal else 0, length)
         q, do = q_BHTD[:, :, rows], do_operand[:, :, rows]
-        p_BHTN = torch.exp(
-            _scores(q, k_BHTD[:, :, keys], scale, precision) - lse_BHT[:, :, rows, None]
-        )
+        s_BHTN = _scores(q, k_BHTD[:, :, keys], scale, precision)
+        p_BHTN = _exp(s_BHTN - lse_BHT[:, :, rows, None])
         if causal:
             p_BHTN = p_BHTN.masked_fill(_hidden(rows, keys, p_BHTN.device), 0.0)
         dp_BHTN = _round(do @ v_BHTD[:, :, keys].mT, precision.dp)
@@ -232,6 +232,11 @@ def _key_tiles(length: int, precision: Precision) -> list[slice]:
 def _scores(q_BHTD: Tensor, k_BHND: Tensor, scale: float, precision: Precision) -> Tensor:
     s_BHTN = _round(q_BHTD @ k_BHND.mT, precision.scores)
     return _round(s_BHTN * scale, precision.scores)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp by way of the base-2 exponential, as GPUs compute it."""
+    return torch.exp2(x * LOG2E)
 
 
 def _hidden(rows: slice, keys: slice, device: torch.device) -> Tensor:

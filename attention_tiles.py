@@ -55,11 +55,9 @@ def forward_tiles(length: int, head_dim: int, precision: Precision, shared: int)
         tile = max(16, _next_power_of_2(length))  # keys beyond length are masked
     power = tile & -tile
     once = tile == power <= longest
+    bn = tile if once else min(32 if head_dim <= 64 else 64, power)
     stages = 3 if shared >= ROOMY else 2
-    return (
-        dict(BM=64, BN=tile if once else min(64, power), two_passes=not once),
-        dict(num_warps=4, num_stages=stages),
-    )
+    return dict(BM=64, BN=bn, two_passes=not once), dict(num_warps=4, num_stages=stages)
 
 
 @lru_cache

@@ -495,36 +495,48 @@ def _empty_outputs(q: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
     return _empty_like_heads(q, dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("flash_attn_stable::forward", mutates_args=())
-def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, precision: str
-) -> tuple[Tensor, Tensor]:
-    precision = Precision.parse(precision)
-    if q.is_cuda:
-        return triton_forward(q, k, v, causal, scale, precision)
-    o, lse = reference_forward(q, k, v, causal, scale, precision)
+# The low-level registration: torch.library.custom_op checks every result for aliases, which takes
+# longer than launching the kernels.
+OPS = torch.library.Library("flash_attn_stable", "DEF")
+OPS.define(
+    "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision)"
+    " -> (Tensor, Tensor)"
+)
+OPS.define(
+    "backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool causal,"
+    " float scale, str precision) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(OPS, "forward", "CUDA")
+def _forward_cuda(q, k, v, causal, scale, precision):
+    return triton_forward(q, k, v, causal, scale, Precision.parse(precision))
+
+
+@torch.library.impl(OPS, "forward", "CPU")
+def _forward_cpu(q, k, v, causal, scale, precision):
+    o, lse = reference_forward(q, k, v, causal, scale, Precision.parse(precision))
     return _laid_out(o), lse
 
 
-@_forward_op.register_fake
-def _(q, k, v, causal, scale, precision):
+@torch.library.register_fake("flash_attn_stable::forward", lib=OPS)
+def _forward_fake(q, k, v, causal, scale, precision):
     return _empty_outputs(q, Precision.parse(precision))
 
 
-@torch.library.custom_op("flash_attn_stable::backward", mutates_args=())
-def _backward_op(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    causal: bool, scale: float, precision: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    precision = Precision.parse(precision)
-    if q.is_cuda:
-        return triton_backward(do, q, k, v, o, lse, causal, scale, precision)
-    gradients = reference_backward(do, q, k, v, o, lse, causal, scale, precision)
-    return tuple(_laid_out(x) for x in gradients)
+@torch.library.impl(OPS, "backward", "CUDA")
+def _backward_cuda(do, q, k, v, o, lse, causal, scale, precision):
+    return triton_backward(do, q, k, v, o, lse, causal, scale, Precision.parse(precision))
 
 
-@_backward_op.register_fake
-def _(do, q, k, v, o, lse, causal, scale, precision):
+@torch.library.impl(OPS, "backward", "CPU")
+def _backward_cpu(do, q, k, v, o, lse, causal, scale, precision):
+    P = Precision.parse(precision)
+    return tuple(map(_laid_out, reference_backward(do, q, k, v, o, lse, causal, scale, P)))
+
+
+@torch.library.register_fake("flash_attn_stable::backward", lib=OPS)
+def _backward_fake(do, q, k, v, o, lse, causal, scale, precision):
     return tuple(_empty_like_heads(q) for _ in range(3))
 
 
@@ -535,11 +547,13 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _differentiate(ctx, do, _):
-    dq, dk, dv = _backward_op(do, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None, None, None
+    gradients = torch.ops.flash_attn_stable.backward(do, *ctx.saved_tensors, *ctx.options)
+    return *gradients, None, None, None
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_save_for_backward)
+torch.library.register_autograd(
+    "flash_attn_stable::forward", _differentiate, setup_context=_save_for_backward, lib=OPS
+)
 
 
 def flash_attention(
@@ -586,10 +600,14 @@ def flash_attention(
         scale = q.shape[3] ** -0.5
     if not 0 < scale < float("inf"):
         raise ValueError(f"scale must be a finite number above 0, got {scale}")
-    return _forward_op(q, k, v, causal, float(scale), _canonical(precision))[0]
+    precision = _canonical(precision)
+    return torch.ops.flash_attn_stable.forward(q, k, v, causal, float(scale), precision)[0]
 
 
 @torch.compiler.assume_constant_result
 def _canonical(precision: Precision | str) -> str:
     """The text an operator takes; torch.compile runs this once instead of tracing it."""
-    return str(Precision.parse(precision) if isinstance(precision, str) else precision)
+    if not isinstance(precision, str):
+        return str(precision)
+    Precision.parse(precision)  # or its error
+    return precision

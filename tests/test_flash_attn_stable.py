@@ -50,11 +50,12 @@ def reference_with_gradients(q, k, v, do, causal, scale, precision):
     return [o, *reference_backward(do, q, k, v, o, lse, causal, scale, precision)]
 
 
-def ulps(a, b):
-    """How many BF16 values lie between elements of a and b."""
-    as_order = [x.view(torch.int16).int() for x in (a, b)]
-    as_order = [torch.where(x < 0, -(x & 0x7FFF), x) for x in as_order]
-    return (as_order[0] - as_order[1]).abs()
+def within_one_ulp(a, b):
+    """Whether elements are one unit in the last place of BF16 apart or closer. Where terms cancel
+    to less than the tensor's RMS, the unit is that of the RMS: their sums differ in order."""
+    b = b.float()
+    size = torch.maximum(b.abs(), b.square().mean().sqrt())
+    return (a.float() - b).abs() <= torch.exp2(torch.floor(torch.log2(size)) - 7)
 
 
 @pytest.fixture
@@ -104,8 +105,7 @@ def test_agrees_with_reference(arithmetic, T, D, causal, device):
     ours = kernel_with_gradients(*inputs, *options)
     reference = reference_with_gradients(*inputs, *options)
     for name, x, y in zip("oqkv", ours, reference, strict=True):
-        near = (ulps(x, y) <= 1) | ((x - y).abs() <= 2**-9 * y.abs().max() * 2**-8)
-        assert near.float().mean() >= 0.999, name
+        assert within_one_ulp(x, y).float().mean() >= 0.999, name
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
@@ -196,7 +196,7 @@ def test_operators_keep_torchs_contract(device):
     """torch.library's own checks: schema, fake tensors with the right strides, autograd."""
     q, k, v = (x.requires_grad_() for x in random_inputs(40, 16, device, count=3))
     args = (q, k, v, True, 0.25, "official")
-    torch.library.opcheck(flash_attn_stable._forward_op, args)
+    torch.library.opcheck(torch.ops.flash_attn_stable.forward.default, args)
 
 
 def test_only_some_inputs_need_gradients(device):
