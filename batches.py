@@ -105,8 +105,8 @@ class Batches:
             if tokens.max() >= self.vocab_size:
                 row, column = np.argwhere(tokens >= self.vocab_size)[0]
                 raise ConfigError(
-                    f"{split}.bin has token {tokens[row, column]} at position {index[row, column]:,}, "
-                    f"but the model's vocabulary is {self.vocab_size}"
+                    f"{split}.bin has token {tokens[row, column]} at position "
+                    f"{index[row, column]:,}; the model's vocabulary is {self.vocab_size}"
                 )
             yield torch.from_numpy(tokens.astype(np.int64))
 
@@ -126,10 +126,11 @@ class Replay:
         while (path := folder / f"generated_indices_rank_{len(self.files)}.txt").is_file():
             with open(path, "rb") as file:
                 starts = [0, *np.cumsum([len(line) for line in file]).tolist()]
-            if len(starts) - 1 < config.max_iters:
+            lines = len(starts) - 1
+            if lines < config.max_iters:
                 raise ConfigError(
-                    f"replay_batches: {path} ends with line {len(starts) - 1}; step {len(starts) - 1} "
-                    f"of max_iters={config.max_iters} needs line {len(starts)}"
+                    f"replay_batches: step {lines} of max_iters={config.max_iters} needs line "
+                    f"{lines + 1} of {path}, which ends with line {lines}"
                 )
             self.files.append((path, starts))
         if not self.files:
@@ -146,7 +147,8 @@ class Replay:
                 parts.append(np.array(line.split(b","), dtype=np.int64))
             except ValueError:
                 raise ConfigError(
-                    f"replay_batches: step {step}, {path} line {step + 1} is not comma-separated integers"
+                    f"replay_batches: step {step}, line {step + 1} of {path} is not "
+                    "comma-separated integers"
                 ) from None
         offsets = np.concatenate(parts)
         where = f"replay_batches: step {step}, line {step + 1}"

@@ -60,6 +60,18 @@ def load_checkpoint(path: Path, config: TrainConfig) -> dict:
     return checkpoint
 
 
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict):
+    """Load the moments and step counts that a checkpoint has; settings stay the config's own."""
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    optimizer.load_state_dict(saved)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group |= own
+    for param, state in optimizer.state.items():
+        state["step"] = state["step"].to(param.device)  # where the fused step wants it
+        for key in ("exp_avg", "exp_avg_sq"):  # positions may have been cropped
+            state[key] = state[key][: len(param)].contiguous()
+
+
 class Checkpoints:
     """ckpt.pt (the last), ckpt_best.pt and ckpt_before_rise.pt of one out_dir.
 

@@ -64,7 +64,7 @@ class TrainConfig:
     bias: bool = False  # in linear layers and layer norms
     # attention
     attention: str = "sdpa"  # flash | sdpa | math, for all layers or one each: "math,flash,math"
-    precision: str = "official"  # of flash layers: official | paper | fa2, then fields: "paper,stable=paper,beta=7"
+    precision: str = "official"  # official | paper | fa2, then fields: "paper,stable=paper,beta=7"
     # AdamW
     learning_rate: float = 6e-4  # the highest
     max_iters: int = 600000  # steps
@@ -79,7 +79,7 @@ class TrainConfig:
     min_lr: float = 6e-5
     # system
     device: str = "auto"  # auto | cuda | cuda:<n> | cpu
-    dtype: str = "auto"  # of autocast: float32 | bfloat16 | float16 (with loss scaling); auto: bfloat16 on a GPU that has it
+    dtype: str = "auto"  # float32 | bfloat16 | float16 (scaled loss); auto: the best the device has
     compile: bool = True  # torch.compile the model
     backend: str = "auto"  # of torch.distributed: nccl | gloo; auto: nccl on GPUs
 
@@ -100,7 +100,7 @@ class TrainConfig:
     def _check_model(self):
         if self.n_embd % self.n_head:
             raise ConfigError(
-                f"n_embd must be a multiple of n_head, got n_embd={self.n_embd}, n_head={self.n_head}"
+                f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}"
             )
         layers = self.attention.split(",")
         if len(layers) not in (1, self.n_layer) or not set(layers) <= set(ATTENTIONS):
@@ -125,8 +125,8 @@ class TrainConfig:
         sequences = self.batch_size * self.gradient_accumulation_steps
         if sequences % self.micro_batch:
             raise ConfigError(
-                f"micro_batch_size must divide batch_size · gradient_accumulation_steps = {sequences}, "
-                f"got {self.micro_batch_size}"
+                f"micro_batch_size must divide batch_size · gradient_accumulation_steps = "
+                f"{sequences}, got {self.micro_batch_size}"
             )
 
     @property

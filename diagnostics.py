@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -72,7 +73,7 @@ class LossWatch:
 
     DECAY = 0.95
     PATIENCE = 100  # steps
-    MARGINS = {"rise": 0.1, "explosion": 1.0}  # nats
+    MARGINS: ClassVar = {"rise": 0.1, "explosion": 1.0}  # nats
 
     def __init__(self, state: dict | None = None):
         fresh = {"sum": 0.0, "weight": 0.0, "lowest": math.inf, "since": {}}
@@ -121,15 +122,34 @@ class MetricsLog:
         self.wandb_run = wandb_run
 
     def write(self, line: dict):
-        """Log one line; numbers JSON does not have (NaN, infinity) become null."""
+        """Log one line and print it; numbers JSON does not have (NaN, infinity) become null."""
         line = {k: None if _is_not_finite(v) else v for k, v in line.items()}
         self.file.write(json.dumps(line) + "\n")
+        print(console_line(line), flush=True)
         if self.wandb_run:
             try:
                 self.wandb_run.log(line)
             except Exception as error:
                 print(f"wandb: {type(error).__name__}: {error}; the run goes on without it")
                 self.wandb_run = None
+
+
+def console_line(line: dict) -> str:
+    """What the console shows of a line of metrics.jsonl."""
+    formats = {
+        "train/loss": "train loss {:.4f}",
+        "val/loss": "val loss {:.4f}",
+        "detected_iter": "detected at {}",
+        "smoothed_loss": "smoothed loss {:.3f}",
+        "lowest_loss": "lowest {:.3f}",
+        "loss": "loss {:.4f}",
+        "lr": "lr {:.2e}",
+        "grad_norm": "grad norm {:.3f}",
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "mfu": "mfu {:.1%}",
+    }
+    parts = [text.format(line[k]) for k, text in formats.items() if line.get(k) is not None]
+    return f"{line.get('event', 'iter')} {line['iter']}: " + ", ".join(parts)
 
 
 def start_wandb(project: str, name: str, config: dict, folder: str, run_id: str | None):

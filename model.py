@@ -149,10 +149,9 @@ class GPT(nn.Module):
         """Logits and mean cross-entropy in nats.
 
         Returns:
-            With targets: logits [B, T, V] and the loss; without: the last position's [B, 1, V], None.
+            Logits [B, T, V] and the loss; without targets the last position's [B, 1, V] and None.
         """
-        T = idx_BT.shape[1]
-        limit = self.config.block_size
+        T, limit = idx_BT.shape[1], self.config.block_size
         if limit < T:
             raise ValueError(f"{T} tokens, but the model's block_size is {limit}")
         positions = torch.arange(T, device=idx_BT.device)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from batches import Batches, Recorder, read_vocab_size
-from checkpoints import Checkpoints, load_checkpoint, prepare_out_dir
+from checkpoints import Checkpoints, load_checkpoint, prepare_out_dir, restore_optimizer
 from config import ConfigError, TrainConfig, parse_args
 from diagnostics import LossWatch, MetricsLog, environment, memory_gib, peak_flops, start_wandb
 from model import GPT, GPTConfig
@@ -59,9 +59,7 @@ class Run:
     checkpoints: Checkpoints | None = None
     recorder: Recorder | None = None
     wandb_id: str | None = None
-    pending: list[Tensor] = field(
-        default_factory=list
-    )  # (loss, gradient norm), still on the device
+    pending: list[Tensor] = field(default_factory=list)  # (loss, gradient norm) on the device
     signalled: bool = False  # SIGINT or SIGTERM came
     stopped: str = ""  # why the loop must end early; the same on all ranks
     started: float = field(default_factory=time.perf_counter)
@@ -88,20 +86,6 @@ def build_model(config: TrainConfig, checkpoint: dict | None) -> GPT:
     return model
 
 
-def build_optimizer(config: TrainConfig, model: GPT, checkpoint: dict | None):
-    """Fused AdamW, with the checkpoint's moments."""
-    optimizer = model.configure_optimizer(
-        config.weight_decay, config.learning_rate, (config.beta1, config.beta2)
-    )
-    if checkpoint:
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        for param, state in optimizer.state.items():  # of position embeddings cropped just now
-            state |= {k: v[: len(param)].contiguous() for k, v in state.items() if v.dim() == 2}
-        for group in optimizer.param_groups:  # the checkpoint's need not have been fused
-            group |= {"fused": True, "foreach": False}
-    return optimizer
-
-
 def set_up(config: TrainConfig) -> Run:
     """Check and build everything. Nothing is written before all of it has succeeded.
 
@@ -113,7 +97,11 @@ def set_up(config: TrainConfig) -> Run:
     resuming = config.init_from == "resume"
     saved = load_checkpoint(Path(config.out_dir) / "ckpt.pt", config) if resuming else None
     raw_model = build_model(config, saved).to(device)
-    optimizer = build_optimizer(config, raw_model, saved)
+    optimizer = raw_model.configure_optimizer(
+        config.weight_decay, config.learning_rate, (config.beta1, config.beta2)
+    )
+    if saved:
+        restore_optimizer(optimizer, saved["optimizer"])
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     saved = saved or {}
     if saved.get("scaler"):
@@ -202,7 +190,6 @@ def evaluate(run: Run, step: int):
     began = time.perf_counter()
     losses = estimate_loss(run)
     if run.rank == 0:
-        print(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
         run.log.write({"iter": step, "train/loss": losses["train"], "val/loss": losses["val"]})
     is_best = losses["val"] < run.best_val_loss
     run.best_val_loss = min(run.best_val_loss, losses["val"])
@@ -294,17 +281,16 @@ def train(run: Run):
 
 def report(run: Run, step: int, lr: float):
     """Read the losses since the last report off the device, judge them, log the last."""
-    config, now = run.config, time.perf_counter()
-    values = torch.stack(run.pending).tolist()
+    config, events = run.config, []
+    values = torch.stack(run.pending).tolist()  # waits for the device
     run.pending.clear()
-    events = []
     for at, (loss, grad_norm) in enumerate(values, step + 1 - len(values)):
         if not (math.isfinite(loss) and (math.isfinite(grad_norm) or run.scaler.is_enabled())):
             save(run, at)
             raise NonFiniteError(f"step {at}: loss {loss}, gradient norm {grad_norm}")
         events += run.watch.update(at, loss)
 
-    speed = mfu = None
+    now, speed, mfu = time.perf_counter(), None, None
     if run.interval_started is not None:  # not while compiling
         speed = len(values) * config.tokens_per_iter / (now - run.interval_started)
         if peak := peak_flops(run.device):
@@ -315,16 +301,8 @@ def report(run: Run, step: int, lr: float):
         line = {"iter": step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         line |= {"tokens": (step + 1) * config.tokens_per_iter, "tokens_per_second": speed}
         line |= {"mfu": mfu, "memory_gib": memory_gib(run.device), "time": now - run.started}
-        run.log.write(line)
-        for event in events:
-            run.log.write(event)
-            print(f"{event['event']} since step {event['iter']}: {event}")
-        speed_text = f", {speed:,.0f} tokens/s" if speed else ""
-        mfu_text = f", mfu {mfu:.1%}" if mfu else ""
-        print(
-            f"iter {step}: loss {loss:.4f}, lr {lr:.2e}, grad norm {grad_norm:.3f}"
-            f"{speed_text}{mfu_text}"
-        )
+        for entry in (line, *events):
+            run.log.write(entry)
 
     if config.stop_on_explosion and any(event["event"] == "explosion" for event in events):
         run.stopped = "the loss exploded"
@@ -356,23 +334,18 @@ def main(argv: list[str]) -> int:
         return 2
     except NonFiniteError as error:
         if run.rank == 0:
-            print(
-                f"error: {error}; the weights before it are in {run.config.out_dir}",
-                file=sys.stderr,
-            )
+            out = run.config.out_dir
+            print(f"error: {error}; the weights before it are in {out}", file=sys.stderr)
         return 3
     except torch.OutOfMemoryError as error:
-        print(f"error: {error}; a smaller micro_batch_size needs less", file=sys.stderr)
+        print(f"error: {error} A smaller micro_batch_size needs less.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the run goes on from its last checkpoint", file=sys.stderr)
+        print("interrupted; --init_from=resume goes on from the last checkpoint", file=sys.stderr)
         return 130
     if dist.is_initialized():
         dist.destroy_process_group()
-    if run.stopped == "interrupted":
-        print("interrupted and saved; --init_from=resume goes on", file=sys.stderr)
-        return 130
-    return 0
+    return 130 if run.stopped == "interrupted" else 0
 
 
 if __name__ == "__main__":

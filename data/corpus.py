@@ -147,6 +147,7 @@ def write_files(
     """
     from tqdm import tqdm
 
+    paths = [path for path in paths if path.stat().st_size > 0]
     names = [path.relative_to(root).as_posix() for path in paths]
     if len(names) == 1:
         text = _read(paths[0])
@@ -168,8 +169,7 @@ def write_files(
             for start in range(0, len(files[split]), chunk):
                 texts = [_read(path) for path in files[split][start : start + chunk]]
                 bar.update(len(texts))
-                if texts := [text for text in texts if text]:
-                    yield np.concatenate(tokenizer.encode_documents(texts))
+                yield np.concatenate(tokenizer.encode_documents(texts))
 
     about |= {"documents": {split: len(paths) for split, paths in files.items()}}
     return write_corpus(folder, tokenizer, {split: tokens(split) for split in files}, about)

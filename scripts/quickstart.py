@@ -85,7 +85,7 @@ def main():
     )
     print("\n".join(mechanism("cuda" if on_gpu else "cpu")))
     print(
-        "\nNothing explodes at this size and length; the bias has to add up over thousands of steps."
+        "\nNothing explodes at this size and length: the bias adds up over thousands of steps."
         f"\nLoss curves: {png.relative_to(ROOT)}"
     )
 

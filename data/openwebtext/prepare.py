@@ -35,13 +35,10 @@ def load(args: argparse.Namespace):
         return load_dataset("parquet", data_files=files, split="train")
     try:
         return load_dataset(args.repo, revision=args.revision, split="train", num_proc=args.workers)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # no network; "Dataset scripts are no longer supported"
+    except (OSError, RuntimeError) as error:  # no network; a repository that has a script
         raise CorpusError(
-            f"{args.repo} at {args.revision or 'main'} did not load as Parquet ({error}); try another "
-            "--repo, --revision=refs/convert/parquet, or --parquet=<folder of downloaded files>"
+            f"{args.repo} at {args.revision or 'main'} did not load as Parquet ({error}); try "
+            "another --repo, --revision=refs/convert/parquet, or --parquet=<downloaded files>"
         ) from None
 
 
