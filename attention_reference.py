@@ -55,6 +55,9 @@ class Precision:
     stable: str = "off"  # off: m is the maximum; paper: the fix of section 4, Algorithm 1
     beta: float = 2.0  # the fix's factor for a repeated positive maximum, > 1
     tie_tolerance: float = 0.0  # keys this close below the maximum count as repeats of it
+    row_sum_floor: float = (
+        0.0  # a tile's Σ P̄ is raised to this: the authors' code never divides by 0
+    )
 
     def __post_init__(self):
         for name in ROUNDING_POINTS:
@@ -69,6 +72,8 @@ class Precision:
             raise ValueError(f"beta is a finite number above 1, not {self.beta!r}")
         if not 0 <= self.tie_tolerance < float("inf"):
             raise ValueError(f"tie_tolerance is a finite number ≥ 0, not {self.tie_tolerance!r}")
+        if not 0 <= self.row_sum_floor < 1:
+            raise ValueError(f"row_sum_floor is a number from 0 to 1, not {self.row_sum_floor!r}")
 
     @staticmethod
     @lru_cache
@@ -114,7 +119,7 @@ _ALL_BF16 = dict.fromkeys(ROUNDING_POINTS, BF16)
 
 PRECISIONS = {
     # The authors' published PyTorch code under autocast and torch.compile.
-    "official": Precision(**_ALL_BF16, key_tile=512, tie_tolerance=1e-3),
+    "official": Precision(**_ALL_BF16, key_tile=512, tie_tolerance=1e-3, row_sum_floor=1e-10),
     # The paper's Algorithm 1 with one tile as long as the sequence.
     "paper": Precision(**_ALL_BF16, key_tile="full"),
     # FlashAttention-2: FP32 everywhere but the operands of the products and O.
@@ -150,7 +155,8 @@ def reference_forward(
         m = torch.maximum(m_old, tile_maximum(s_BHTN, precision))
         p_BHTN = _exp(s_BHTN - m[..., None])  # FP32 argument and result
         alpha = _exp(m_old - m)
-        l_BHT[:, :, rows] = _round(alpha * l_BHT[:, :, rows] + p_BHTN.sum(-1), precision.row_sum)
+        tile_sum = p_BHTN.sum(-1).clamp(min=precision.row_sum_floor)
+        l_BHT[:, :, rows] = _round(alpha * l_BHT[:, :, rows] + tile_sum, precision.row_sum)
         pv_BHTD = _round(_round(p_BHTN, BF16) @ v_BHTD[:, :, keys], precision.pv)
         acc = _round(alpha[..., None] * acc_BHTD[:, :, rows], precision.accumulator)
         acc_BHTD[:, :, rows] = _round(acc + pv_BHTD, precision.accumulator)

@@ -174,20 +174,25 @@ def _tile_maximum(b_r, b_r2, scale, C: tl.constexpr):
 
 
 @triton.jit
-def _rescale(b_acc, b_l, b_m, b_m_new, b_sum, b_pv, C: tl.constexpr):
-    """Fold a logical tile's Σ P̄ and P̄V into l and the accumulator."""
-    b_alpha = tl.exp2((b_m - b_m_new) * LOG2E)
+def _add_sum(b_l, b_alpha, b_sum, b_r, C: tl.constexpr):
+    """l after a tile with Σ P̄ = b_sum. The floor is for rows that see a key of the tile."""
+    if C.P.row_sum_floor > 0:
+        b_sum = tl.where(b_r > float("-inf"), tl.maximum(b_sum, C.P.row_sum_floor), b_sum)
     b_l = b_alpha * b_l + b_sum
     if C.P.row_sum == "bf16":
         b_l = _bf16(b_l)
+    return b_l
+
+
+@triton.jit
+def _add_product(b_acc, b_alpha, b_pv, C: tl.constexpr):
+    """The accumulator after a tile's P̄V."""
     if C.P.pv == "bf16":
         b_pv = _bf16(b_pv)
     b_acc = b_acc * b_alpha[:, None]
     if C.P.accumulator == "bf16":
-        b_acc = _bf16(_bf16(b_acc) + b_pv)
-    else:
-        b_acc += b_pv
-    return b_acc, b_l
+        return _bf16(_bf16(b_acc) + b_pv)
+    return b_acc + b_pv
 
 
 @triton.jit
@@ -229,15 +234,13 @@ def _single_pass(
         b_m_new = tl.maximum(b_m, _tile_maximum(b_r, b_r2, scale, C))
         b_p = _exp(b_s, b_m_new[:, None], scale, C)
         b_v = _load_rows(v, start, stride_v, T, C, C.BN)
+        b_alpha = tl.exp2((b_m - b_m_new) * LOG2E)
+        b_l = _add_sum(b_l, b_alpha, tl.sum(b_p, 1), b_r, C)
         if C.P.pv == "fp32" and C.P.accumulator == "fp32":  # P̄V need not exist on its own
-            b_alpha = tl.exp2((b_m - b_m_new) * LOG2E)
             b_acc = _dot(b_p, b_v, b_acc * b_alpha[:, None])
-            b_l = b_alpha * b_l + tl.sum(b_p, 1)
-            if C.P.row_sum == "bf16":
-                b_l = _bf16(b_l)
         else:
             b_pv = _dot(b_p, b_v, tl.full([C.BM, C.BD], 0.0, dtype=tl.float32))
-            b_acc, b_l = _rescale(b_acc, b_l, b_m, b_m_new, tl.sum(b_p, 1), b_pv, C)
+            b_acc = _add_product(b_acc, b_alpha, b_pv, C)
         b_m = b_m_new
     return b_acc, b_l, b_m
 
@@ -285,7 +288,9 @@ def _forward_kernel(
                     b_sum, b_pv, b_m_new, b_q, k, v, start_q, lo, hi, stride_k, stride_v, scale,
                     T, MASKED, C,
                 )  # fmt: skip
-            b_acc, b_l = _rescale(b_acc, b_l, b_m, b_m_new, b_sum, b_pv, C)
+            b_alpha = tl.exp2((b_m - b_m_new) * LOG2E)
+            b_l = _add_sum(b_l, b_alpha, b_sum, b_r, C)
+            b_acc = _add_product(b_acc, b_alpha, b_pv, C)
             b_m = b_m_new
     else:
         for MASKED in tl.static_range(2):

@@ -1,5 +1,6 @@
 """The Triton kernels against FP64 and against the reference, on a GPU or interpreted on the CPU."""
 
+import math
 import subprocess
 import sys
 from functools import partial
@@ -96,11 +97,13 @@ def test_one_key(arithmetic, device):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("T", "D"), SHAPES)
+@pytest.mark.parametrize("factor", [1, 8])
 @pytest.mark.parametrize("arithmetic", [*ARITHMETICS, "official,key_tile=48,stable=paper"])
-def test_agrees_with_reference(arithmetic, T, D, causal, device):
+def test_agrees_with_reference(arithmetic, factor, T, D, causal, device):
     """Within one unit in the last place for 99.9 % of elements; sums differ in their order."""
     inputs = random_inputs(T, D, device)
     inputs[1][:, :, 3::5] = inputs[1][:, :, :1]  # repeated keys: tied scores
+    inputs[0] *= factor  # scores to 35: softmax nearly one-hot, row sums at the floor
     options = (causal, D**-0.5, Precision.parse(arithmetic))
     ours = kernel_with_gradients(*inputs, *options)
     reference = reference_with_gradients(*inputs, *options)
@@ -150,6 +153,35 @@ def tied_rows(q, k, scale, precision):
     tile = s.shape[-1] if precision.key_tile == "full" else precision.key_tile
     moved = [tile_maximum(part, precision) != part.amax(-1) for part in s.split(tile, -1)]
     return torch.stack(moved).any(0)
+
+
+def attend_to_two_maxima(r_m, precision, device):
+    """O and LSE of rows with scores r_m, r_m, r_m − 1, …; V is 1."""
+    T, D = 64, 64
+    k = torch.zeros(1, 1, T, D, device=device)
+    k[..., 0] = r_m - 1
+    k[:, :, :2, 0] = r_m
+    q = torch.eye(D, device=device)[0].expand_as(k)
+    args = (x.bfloat16() for x in (q, k, torch.ones_like(k)))
+    return triton_forward(*args, False, 1.0, Precision.parse(precision))
+
+
+@pytest.mark.parametrize("r_m", [100.0, -100.0])
+def test_papers_fix_underflows_for_large_repeated_maxima(r_m, device):
+    """A hole of the paper's Algorithm 1: e^(r_m − β r_m) is 0 in FP32, and so is the row sum."""
+    assert attend_to_two_maxima(r_m, "paper,stable=paper", device)[0].isnan().all()
+    assert (attend_to_two_maxima(r_m, "paper", device)[0] == 1).all()
+
+
+def test_authors_floor_shrinks_rows_of_moderate_repeated_maxima(device):
+    """Their code raises Σ P̄ to 1e-10: no NaN, but from r_m ≈ 23 on O is too small."""
+    o, lse = attend_to_two_maxima(40.0, "official,stable=paper", device)
+    exact, _ = attend_to_two_maxima(40.0, "official,stable=paper,row_sum_floor=0", device)
+    assert (exact == 1).all()
+    sum_of_weights = (2 + 62 * math.exp(-1)) * math.exp(-40)
+    assert o.float().mean().item() == pytest.approx(sum_of_weights / 1e-10, rel=0.02)
+    assert lse.mean().item() == pytest.approx(80 + math.log(1e-10), rel=1e-3)
+    assert (attend_to_two_maxima(100.0, "official,stable=paper", device)[0] == 0).all()
 
 
 def test_strides(device):
