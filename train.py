@@ -228,6 +228,7 @@ def train(run: Run):
         KeyboardInterrupt: a second signal; the first saves the run and leaves the loop.
     """
     config, optimizer, scaler = run.config, run.optimizer, run.scaler
+    params = list(run.raw_model.parameters())
     # Becomes 1 with the first loss or gradient norm that is not finite, and stays so. The fused
     # optimizer reads it on the device and leaves the weights alone; nobody waits for it.
     non_finite = torch.zeros((), device=run.device)
@@ -257,7 +258,7 @@ def train(run: Run):
 
         scaler.unscale_(optimizer)
         max_norm = config.grad_clip or math.inf
-        grad_norm = nn.utils.clip_grad_norm_(run.raw_model.parameters(), max_norm)
+        grad_norm = nn.utils.clip_grad_norm_(params, max_norm)
         if scaler.is_enabled():  # it skips a step of infinite gradients and lowers its scale
             if loss.isfinite():
                 scaler.step(optimizer)
