@@ -25,6 +25,7 @@ and backward, with no rounding at tile borders:
 Shape suffixes: B batch, H heads, T length, D head width, N keys of one tile.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -141,16 +142,11 @@ def reference_forward(
         O [B, H, T, D], BF16 (FP32 with output="fp32"), and LSE [B, H, T], FP32 natural log.
     """
     q_BHTD, k_BHTD, v_BHTD = q_BHTD.float(), k_BHTD.float(), v_BHTD.float()
-    length = q_BHTD.shape[2]
     m_BHT = q_BHTD.new_full(q_BHTD.shape[:3], -torch.inf)
     l_BHT = torch.zeros_like(m_BHT)
     acc_BHTD = torch.zeros_like(q_BHTD)
 
-    for keys in _key_tiles(length, precision):
-        rows = slice(keys.start if causal else 0, length)  # rows above see no key of this tile
-        s_BHTN = _scores(q_BHTD[:, :, rows], k_BHTD[:, :, keys], scale, precision)
-        if causal:
-            s_BHTN = s_BHTN.masked_fill(_hidden(rows, keys, s_BHTN.device), -torch.inf)
+    for rows, keys, s_BHTN in score_tiles(q_BHTD, k_BHTD, causal, scale, precision):
         m_old = m_BHT[:, :, rows]
         m = torch.maximum(m_old, tile_maximum(s_BHTN, precision))
         p_BHTN = _exp(s_BHTN - m[..., None])  # FP32 argument and result
@@ -192,23 +188,43 @@ def reference_backward(
     q_BHTD, k_BHTD, v_BHTD = q_BHTD.float(), k_BHTD.float(), v_BHTD.float()
     do_operand = _round(do_BHTD, BF16)
     delta_BHT1 = (do_BHTD * o_BHTD).sum(-1, keepdim=True)
-    length = q_BHTD.shape[2]
     dq_BHTD, dk_BHTD, dv_BHTD = (torch.zeros_like(x) for x in (q_BHTD, k_BHTD, v_BHTD))
 
-    for keys in _key_tiles(length, precision):
-        rows = slice(keys.start if causal else 0, length)
-        q, do = q_BHTD[:, :, rows], do_operand[:, :, rows]
-        s_BHTN = _scores(q, k_BHTD[:, :, keys], scale, precision)
+    for rows, keys, s_BHTN in score_tiles(q_BHTD, k_BHTD, causal, scale, precision):
+        do = do_operand[:, :, rows]
         p_BHTN = _exp(s_BHTN - lse_BHT[:, :, rows, None])
-        if causal:
-            p_BHTN = p_BHTN.masked_fill(_hidden(rows, keys, p_BHTN.device), 0.0)
         dp_BHTN = _round(do @ v_BHTD[:, :, keys].mT, precision.dp)
         ds_BHTN = _round(p_BHTN * scale * (dp_BHTN - delta_BHT1[:, :, rows]), BF16)
         dv_BHTD[:, :, keys] = _round(p_BHTN, BF16).mT @ do
-        dk_BHTD[:, :, keys] = ds_BHTN.mT @ q
+        dk_BHTD[:, :, keys] = ds_BHTN.mT @ q_BHTD[:, :, rows]
         dq_BHTD[:, :, rows] += ds_BHTN @ k_BHTD[:, :, keys]
 
     return dq_BHTD.bfloat16(), dk_BHTD.bfloat16(), dv_BHTD.bfloat16()
+
+
+def score_tiles(
+    q_BHTD: Tensor, k_BHTD: Tensor, causal: bool, scale: float, precision: Precision
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The logical tiles of S: the rows that see any of a tile's keys, the keys, their scores.
+
+    Args:
+        q_BHTD, k_BHTD: BF16 values in FP32.
+
+    Yields:
+        rows, keys, and S [B, H, rows, keys] in FP32, −inf where a row does not see a key.
+    """
+    length = q_BHTD.shape[2]
+    tile = length if precision.key_tile == "full" else precision.key_tile
+    position = torch.arange(length, device=q_BHTD.device)
+    for start in range(0, length, tile):
+        keys = slice(start, min(start + tile, length))
+        rows = slice(start if causal else 0, length)
+        s_BHTN = _round(q_BHTD[:, :, rows] @ k_BHTD[:, :, keys].mT, precision.scores)
+        s_BHTN = _round(s_BHTN * scale, precision.scores)
+        if causal:
+            hidden = position[keys] > position[rows, None]
+            s_BHTN = s_BHTN.masked_fill(hidden, -torch.inf)
+        yield rows, keys, s_BHTN
 
 
 def tile_maximum(s_BHTN: Tensor, precision: Precision) -> Tensor:
@@ -230,24 +246,9 @@ def tile_maximum(s_BHTN: Tensor, precision: Precision) -> Tensor:
     return torch.where(tied & (r_m < 0), 0.0, r_m)
 
 
-def _key_tiles(length: int, precision: Precision) -> list[slice]:
-    tile = length if precision.key_tile == "full" else precision.key_tile
-    return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
-
-
-def _scores(q_BHTD: Tensor, k_BHND: Tensor, scale: float, precision: Precision) -> Tensor:
-    s_BHTN = _round(q_BHTD @ k_BHND.mT, precision.scores)
-    return _round(s_BHTN * scale, precision.scores)
-
-
 def _exp(x: Tensor) -> Tensor:
     """exp by way of the base-2 exponential, as GPUs compute it."""
     return torch.exp2(x * LOG2E)
-
-
-def _hidden(rows: slice, keys: slice, device: torch.device) -> Tensor:
-    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    return torch.arange(keys.start, keys.stop, device=device)[None, :] > row
 
 
 def _round(x: Tensor, to: str) -> Tensor:

@@ -1,13 +1,11 @@
 """
 Train GPT-2 in BF16 with the original or the stabilized flash attention, or a control.
 
-    python train.py configs/paper_original.py --dataset=<folder>
+    python train.py configs/lab_original.py --dataset=<folder>
     torchrun --standalone --nproc_per_node=4 train.py configs/paper_original.py
-    torchrun --nnodes=2 --node_rank=<0|1> --nproc_per_node=8 --master_addr=<ip of node 0> \
-        --master_port=29500 train.py configs/paper_original.py
 
-What a run writes is in out_dir: metrics.jsonl, config.json, environment.json, ckpt.pt (the last),
-ckpt_best.pt (lowest validation loss) and ckpt_before_rise.pt. --help lists every key.
+out_dir gets metrics.jsonl, config.json, environment.json, ckpt.pt (the last), ckpt_best.pt (lowest
+validation loss) and ckpt_before_rise.pt. --help lists every key.
 """
 
 import json
@@ -125,9 +123,8 @@ def open_logs(run: Run, wandb_id: str | None):
     """Open what rank 0 writes to, and say what the run is."""
     config = run.config
     out = prepare_out_dir(config)
-    settings = asdict(config)
+    settings, machine = asdict(config), environment(run.device, run.world_size)
     (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    machine = environment(run.device, run.world_size)
     (out / "environment.json").write_text(json.dumps(machine, indent=1) + "\n")
     wandb_run = None
     if config.wandb_log:
@@ -288,6 +285,8 @@ def report(run: Run, step: int, lr: float):
     for at, (loss, grad_norm) in enumerate(values, step + 1 - len(values)):
         if not (math.isfinite(loss) and (math.isfinite(grad_norm) or run.scaler.is_enabled())):
             save(run, at)
+            if run.rank == 0:
+                run.log.write({"event": "non_finite", "iter": at})
             raise NonFiniteError(f"step {at}: loss {loss}, gradient norm {grad_norm}")
         events += run.watch.update(at, loss)
 

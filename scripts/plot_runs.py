@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-SMOOTH = 0.9  # exponential average over the logged losses
+WINDOW = 0.02  # of the logged losses that the exponential average reaches back
 
 
 def read_metrics(out_dir: Path) -> list[dict]:
@@ -42,10 +42,10 @@ def draw(runs: dict[str, Path], png: Path, title: str = ""):
         if not points:
             continue
         steps, losses = zip(*points, strict=True)
-        smoothed, average, weight = [], 0.0, 0.0
-        for loss in losses:
-            average, weight = SMOOTH * average + loss, SMOOTH * weight + 1
-            smoothed.append(average / weight)
+        share = 1 / max(1, WINDOW * len(losses))
+        smoothed = [losses[0]]
+        for loss in losses[1:]:
+            smoothed.append((1 - share) * smoothed[-1] + share * loss)
         colour = colours[i % len(colours)]
         axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=1)
         style = styles[i % len(styles)]
@@ -71,7 +71,7 @@ def main() -> int:
         parser.error(f"{len(labels)} labels for {len(args.out_dirs)} runs")
     try:
         draw(dict(zip(labels, args.out_dirs, strict=True)), args.png, args.title)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         print(f"error: {error.filename} does not exist", file=sys.stderr)
         return 2
     print(args.png)

@@ -10,7 +10,13 @@ import torch
 from conftest import ROOT
 
 import flash_attn_stable
-from attention_reference import Precision, reference_backward, reference_forward, tile_maximum
+from attention_reference import (
+    Precision,
+    reference_backward,
+    reference_forward,
+    score_tiles,
+    tile_maximum,
+)
 from flash_attn_stable import flash_attention, triton_backward, triton_forward
 
 ON_GPU = torch.cuda.is_available()
@@ -147,12 +153,10 @@ def test_fix_changes_only_rows_with_ties(arithmetic, device):
 
 def tied_rows(q, k, scale, precision):
     """Rows in which the fix moves the maximum of some tile."""
-    to = (lambda x: x.bfloat16().float()) if precision.scores == "bf16" else lambda x: x
-    s = to(to(q.float() @ k.float().mT) * scale)
-    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
-    tile = s.shape[-1] if precision.key_tile == "full" else precision.key_tile
-    moved = [tile_maximum(part, precision) != part.amax(-1) for part in s.split(tile, -1)]
-    return torch.stack(moved).any(0)
+    moved = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
+    for rows, _, s in score_tiles(q.float(), k.float(), True, scale, precision):
+        moved[:, :, rows] |= tile_maximum(s, precision) != s.amax(-1)
+    return moved
 
 
 def attend_to_two_maxima(r_m, precision, device):

@@ -241,6 +241,7 @@ def test_non_finite_loss_never_reaches_the_weights(corpus, tmp_path, monkeypatch
     assert_fails([*common, f"--out_dir={tmp_path / 'nan'}"], "step 13: loss nan", code=3)
     whole, nan = (torch.load(tmp_path / name / "ckpt.pt") for name in ("whole", "nan"))
     assert nan["iter_num"] == 13
+    assert metrics(tmp_path / "nan")[-1] == {"event": "non_finite", "iter": 13}
     for name, weight in whole["model"].items():
         assert torch.equal(weight, nan["model"][name])
     for key, state in whole["optimizer"]["state"].items():
