@@ -22,7 +22,8 @@ def read_metrics(out_dir: Path) -> list[dict]:
 
 
 def draw(runs: dict[str, Path], png: Path, title: str = ""):
-    """Write a PNG of the losses over steps: faint as logged, strong smoothed.
+    """Write a PNG of the losses over steps: faint as logged, strong smoothed. A line marks an
+    explosion, a cross the end of a run whose loss was no longer finite.
 
     Args:
         runs: label → out_dir.
@@ -50,8 +51,11 @@ def draw(runs: dict[str, Path], png: Path, title: str = ""):
         axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=1)
         style = styles[i % len(styles)]
         axes.plot(steps, smoothed, color=colour, linestyle=style, linewidth=2, label=label)
-        for event in (x for x in lines if x.get("event") == "explosion"):
-            axes.axvline(event["iter"], color=colour, linewidth=1)
+        for event in lines:
+            if event.get("event") == "explosion":
+                axes.axvline(event["iter"], color=colour, linewidth=1)
+            elif event.get("event") == "non_finite":
+                axes.plot(event["iter"], smoothed[-1], "X", color=colour, markersize=12)
     axes.set(xlabel="step", ylabel="training loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
