@@ -6,10 +6,11 @@ Draw the training losses of runs, and where they rose or exploded.
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
-WINDOW = 0.02  # of the logged losses that the exponential average reaches back
+WINDOW = 0.01  # of the longest run's steps: what the exponential average reaches back
 
 
 def read_metrics(out_dir: Path) -> list[dict]:
@@ -19,6 +20,15 @@ def read_metrics(out_dir: Path) -> list[dict]:
         FileNotFoundError: no such file.
     """
     return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def smooth(steps: list[int], losses: list[float], reach: float) -> list[float]:
+    """Exponential average that reaches back `reach` steps, however they are spaced."""
+    smoothed = [losses[0]]
+    for before, step, loss in zip(steps, steps[1:], losses[1:], strict=False):
+        share = 1 - math.exp((before - step) / reach)
+        smoothed.append((1 - share) * smoothed[-1] + share * loss)
+    return smoothed
 
 
 def draw(runs: dict[str, Path], png: Path, title: str = ""):
@@ -37,16 +47,14 @@ def draw(runs: dict[str, Path], png: Path, title: str = ""):
     colours = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
     styles = ["-", "--", ":", "-."]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for i, (label, out_dir) in enumerate(runs.items()):
-        lines = read_metrics(out_dir)
+    metrics = {label: read_metrics(out_dir) for label, out_dir in runs.items()}
+    reach = max(1, WINDOW * max(line["iter"] for lines in metrics.values() for line in lines))
+    for i, (label, lines) in enumerate(metrics.items()):
         points = [(x["iter"], x["loss"]) for x in lines if x.get("loss") is not None]
         if not points:
             continue
         steps, losses = zip(*points, strict=True)
-        share = 1 / max(1, WINDOW * len(losses))
-        smoothed = [losses[0]]
-        for loss in losses[1:]:
-            smoothed.append((1 - share) * smoothed[-1] + share * loss)
+        smoothed = smooth(steps, losses, reach)
         colour = colours[i % len(colours)]
         axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=1)
         style = styles[i % len(styles)]

@@ -5,6 +5,7 @@ One row for each run, as a Markdown table: losses at chosen steps, speed, events
 """
 
 import argparse
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ AVERAGED = 50  # steps before the named one
 
 def mean_loss(lines: list[dict], step: int) -> str:
     """Mean of the training losses logged in the 50 steps before `step`."""
-    losses = [x["loss"] for x in lines if "loss" in x and step - AVERAGED <= x["iter"] < step]
+    losses = [x["loss"] for x in lines if x.get("loss") and step - AVERAGED <= x["iter"] < step]
     reached = max(x["iter"] for x in lines) >= step
     return f"{statistics.fmean(losses):.3f}" if losses and reached else "–"
 
@@ -27,7 +28,7 @@ def row(out_dir: Path, steps: list[int]) -> str:
     lines = read_metrics(out_dir)
     speeds = [x["tokens_per_second"] for x in lines if x.get("tokens_per_second")]
     mfus = [x["mfu"] for x in lines if x.get("mfu")]
-    val = [x["val/loss"] for x in lines if "val/loss" in x]
+    val = [x["val/loss"] or math.nan for x in lines if "val/loss" in x]
     events = [f"{x['event']} at {x['iter']}" for x in lines if "event" in x]
     cells = [out_dir.name, *(mean_loss(lines, step) for step in steps)]
     cells += [f"{val[-1]:.3f}" if val else "–"]
