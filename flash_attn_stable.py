@@ -1,18 +1,16 @@
 """
 Flash attention in Triton whose every rounding point is chosen, original and stabilized.
 
-`flash_attention` computes softmax(scale · Q Kᵀ) V and its gradients without ever storing the
-attention matrix. Where it rounds to BF16 is data (`Precision`), compiled into the kernel; the
-equations are at the top of attention_reference.py. The original kernel and the paper's fix differ
-in one helper here, `_tile_maximum`.
+`flash_attention` computes softmax(scale · Q Kᵀ) V and its gradients; the attention matrix is never
+stored. Where it rounds to BF16 is data (`Precision`), compiled into the kernel; the equations are
+in attention_reference.py. The original and the paper's fix differ in one helper, `_tile_maximum`.
 
 What decides the rounding is the logical tile of `key_tile` keys. The physical tile is this file's
 own affair: one that holds a whole logical tile keeps its scores in registers; a longer logical tile
 is read twice, once for its maximum and once for P̄V.
 
     key   meaning                       dtype in memory           in registers
-    T     length, queries and keys
-    D     head width; BD: the next power of two
+    T, D  length; head width (BD: the next power of two)
     BM    queries of a physical tile; BN: its keys
     q,k,v [B, H, T, D]                  BF16                      operands of tl.dot
     s, p  scores, P̄ or P [BM, BN]       never stored              FP32; P̄, P BF16 as operand
@@ -75,26 +73,29 @@ def _of_head(x, i_bh, H, stride):
 
 
 @triton.jit
-def _load_rows(x, start, stride, T, C: tl.constexpr, N: tl.constexpr):
-    """Rows start … start + N − 1 of a [T, D] matrix as [N, BD], zero outside it."""
+def _rows(x, start, stride, T, C: tl.constexpr, N: tl.constexpr):
+    """Pointers to rows start … start + N − 1 of a [T, D] matrix, [N, BD], and which exist."""
     o_t = tl.arange(0, N)
     o_d = tl.arange(0, C.BD)
     p_x = x + tl.cast(start, tl.int64) * stride[2]
     p_x += o_t[:, None] * stride[2] + o_d[None, :] * stride[3]
-    m_t = (start + o_t < T)[:, None]
-    if C.D == C.BD:
-        return tl.load(p_x, mask=m_t, other=0.0)
-    return tl.load(p_x, mask=m_t & (o_d < C.D)[None, :], other=0.0)
+    m_x = (start + o_t < T)[:, None]
+    if C.D < C.BD:
+        m_x = m_x & (o_d < C.D)[None, :]
+    return p_x, m_x
+
+
+@triton.jit
+def _load_rows(x, start, stride, T, C: tl.constexpr, N: tl.constexpr):
+    """Rows start … start + N − 1 of a [T, D] matrix as [N, BD], zero outside it."""
+    p_x, m_x = _rows(x, start, stride, T, C, N)
+    return tl.load(p_x, mask=m_x, other=0.0)
 
 
 @triton.jit
 def _store_rows(x, b_x, start, stride, T, C: tl.constexpr, N: tl.constexpr):
     """The counterpart of `_load_rows`."""
-    o_t = tl.arange(0, N)
-    o_d = tl.arange(0, C.BD)
-    p_x = x + tl.cast(start, tl.int64) * stride[2]
-    p_x += o_t[:, None] * stride[2] + o_d[None, :] * stride[3]
-    m_x = (start + o_t < T)[:, None] & (o_d < C.D)[None, :]
+    p_x, m_x = _rows(x, start, stride, T, C, N)
     if INTERPRETED and x.dtype.element_ty == tl.bfloat16:
         b_x = _bf16(b_x)
     tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_x)
@@ -253,12 +254,10 @@ def _forward_kernel(
     n_m = tl.cdiv(T, C.BM)
     i_m = n_m - 1 - tl.program_id(0) % n_m  # causal: the longest rows first
     i_bh = (tl.program_id(0) // n_m).to(tl.int64)
-    q = _of_head(q, i_bh, H, stride_q)
     k = _of_head(k, i_bh, H, stride_k)
     v = _of_head(v, i_bh, H, stride_v)
-    o = _of_head(o, i_bh, H, stride_o)
     start_q = i_m * C.BM
-    b_q = _load_rows(q, start_q, stride_q, T, C, C.BM)
+    b_q = _load_rows(_of_head(q, i_bh, H, stride_q), start_q, stride_q, T, C, C.BM)
 
     # Keys [0, seen) need no mask; [seen, end) do.
     end = tl.minimum(start_q + C.BM, T) if C.causal else T
@@ -301,7 +300,7 @@ def _forward_kernel(
             )  # fmt: skip
 
     b_o = tl.div_rn(b_acc, tl.broadcast_to(b_l[:, None], [C.BM, C.BD]))  # → BF16 in the store
-    _store_rows(o, b_o, start_q, stride_o, T, C, C.BM)
+    _store_rows(_of_head(o, i_bh, H, stride_o), b_o, start_q, stride_o, T, C, C.BM)
     o_q = start_q + tl.arange(0, C.BM)
     tl.store(lse + i_bh * T + o_q, b_m + tl.log2(b_l) * LN2, mask=o_q < T)
 
@@ -312,10 +311,8 @@ def _delta_kernel(o, do, delta, stride_o, stride_do, H, T, C: tl.constexpr):
     n_m = tl.cdiv(T, C.BM)
     start = tl.program_id(0) % n_m * C.BM
     i_bh = (tl.program_id(0) // n_m).to(tl.int64)
-    o = _of_head(o, i_bh, H, stride_o)
-    do = _of_head(do, i_bh, H, stride_do)
-    b_o = _load_rows(o, start, stride_o, T, C, C.BM).to(tl.float32)
-    b_do = _load_rows(do, start, stride_do, T, C, C.BM).to(tl.float32)
+    b_o = _load_rows(_of_head(o, i_bh, H, stride_o), start, stride_o, T, C, C.BM).to(tl.float32)
+    b_do = _load_rows(_of_head(do, i_bh, H, stride_do), start, stride_do, T, C, C.BM).to(tl.float32)
     o_q = start + tl.arange(0, C.BM)
     tl.store(delta + i_bh * T + o_q, tl.sum(b_o * b_do, 1), mask=o_q < T)
 
@@ -360,13 +357,11 @@ def _dkdv_kernel(
     start_k = tl.program_id(0) % n_n * C.BN
     i_bh = (tl.program_id(0) // n_n).to(tl.int64)
     q = _of_head(q, i_bh, H, stride_q)
-    k = _of_head(k, i_bh, H, stride_k)
-    v = _of_head(v, i_bh, H, stride_v)
     do = _of_head(do, i_bh, H, stride_do)
     lse += i_bh * T
     delta += i_bh * T
-    b_k = _load_rows(k, start_k, stride_k, T, C, C.BN)
-    b_v = _load_rows(v, start_k, stride_v, T, C, C.BN)
+    b_k = _load_rows(_of_head(k, i_bh, H, stride_k), start_k, stride_k, T, C, C.BN)
+    b_v = _load_rows(_of_head(v, i_bh, H, stride_v), start_k, stride_v, T, C, C.BN)
     b_dk = tl.full([C.BN, C.BD], 0.0, dtype=tl.float32)
     b_dv = tl.full([C.BN, C.BD], 0.0, dtype=tl.float32)
 
@@ -411,13 +406,10 @@ def _dq_kernel(
     n_m = tl.cdiv(T, C.BM)
     start_q = (n_m - 1 - tl.program_id(0) % n_m) * C.BM
     i_bh = (tl.program_id(0) // n_m).to(tl.int64)
-    q = _of_head(q, i_bh, H, stride_q)
     k = _of_head(k, i_bh, H, stride_k)
     v = _of_head(v, i_bh, H, stride_v)
-    do = _of_head(do, i_bh, H, stride_do)
-    dq = _of_head(dq, i_bh, H, stride_dq)
-    b_q = _load_rows(q, start_q, stride_q, T, C, C.BM)
-    b_do = _load_rows(do, start_q, stride_do, T, C, C.BM)
+    b_q = _load_rows(_of_head(q, i_bh, H, stride_q), start_q, stride_q, T, C, C.BM)
+    b_do = _load_rows(_of_head(do, i_bh, H, stride_do), start_q, stride_do, T, C, C.BM)
     o_q = start_q + tl.arange(0, C.BM)
     b_lse = tl.load(lse + i_bh * T + o_q, mask=o_q < T, other=0.0)
     b_delta = tl.load(delta + i_bh * T + o_q, mask=o_q < T, other=0.0)
@@ -431,7 +423,7 @@ def _dq_kernel(
             b_dq, b_q, b_do, b_lse, b_delta, k, v, start_q, lo, hi, stride_k, stride_v, scale, T,
             MASKED, C,
         )  # fmt: skip
-    _store_rows(dq, b_dq, start_q, stride_dq, T, C, C.BM)
+    _store_rows(_of_head(dq, i_bh, H, stride_dq), b_dq, start_q, stride_dq, T, C, C.BM)
 
 
 def _on(device: torch.device):
@@ -500,8 +492,7 @@ def _empty_outputs(q: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
     return _empty_like_heads(q, dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-# The low-level registration: torch.library.custom_op checks every result for aliases, which takes
-# longer than launching the kernels.
+# torch.library.custom_op would check each result for aliases, slower than launching the kernels.
 OPS = torch.library.Library("flash_attn_stable", "DEF")
 OPS.define(
     "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision)"
@@ -562,14 +553,9 @@ torch.library.register_autograd(
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    precision: Precision | str = "official",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True,
+    scale: float | None = None, precision: Precision | str = "official",
+) -> Tensor:  # fmt: skip
     """softmax(scale · q kᵀ) v with the roundings of `precision`, differentiable.
 
     CUDA tensors run the Triton kernels, CPU tensors the same arithmetic in PyTorch. The call is one
@@ -587,20 +573,16 @@ def flash_attention(
     Raises:
         ValueError: another shape, dtype, device or scale; an unknown arithmetic.
     """
-    if q.dim() != 4 or not q.shape == k.shape == v.shape or 0 in q.shape:
-        raise ValueError(
-            "q, k and v must be of one shape [B, H, T, D] without a zero; "
-            f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    if q.dim() != 4 or 0 in q.shape or len(set(shapes)) > 1:
+        raise ValueError(f"q, k and v must be of one shape [B, H, T, D] without a 0, got {shapes}")
     if not 16 <= q.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(f"head width must be 16 to {MAX_HEAD_DIM}, got {q.shape[3]}")
     if not q.dtype == k.dtype == v.dtype == torch.bfloat16:
-        raise ValueError(f"q, k and v must be bfloat16; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.device == k.device == v.device or q.device.type not in ("cuda", "cpu"):
-        raise ValueError(
-            "q, k and v must be on one CUDA device or on the CPU; "
-            f"got {q.device}, {k.device}, {v.device}"
-        )
+        raise ValueError(f"q, k and v must be bfloat16, got {q.dtype}, {k.dtype}, {v.dtype}")
+    devices = {str(x.device) for x in (q, k, v)}
+    if len(devices) > 1 or q.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"q, k and v must be on one CUDA device or the CPU, got {devices}")
     if scale is None:
         scale = q.shape[3] ** -0.5
     if not 0 < scale < float("inf"):

@@ -37,7 +37,7 @@ class NonFiniteError(ArithmeticError):
 
 @dataclass
 class Run:
-    """Everything the loop works with. The last five are None on ranks other than 0."""
+    """Everything the loop works with. What writes is None on ranks other than 0."""
 
     config: TrainConfig
     rank: int
@@ -69,7 +69,10 @@ def build_model(config: TrainConfig, checkpoint: dict | None) -> GPT:
     torch.manual_seed(config.seed)
     chosen = dict(dropout=config.dropout, attention=config.attention, precision=config.precision)
     if config.init_from.startswith("gpt2"):
-        model = GPT.from_pretrained(config.init_from, **chosen)
+        try:
+            model = GPT.from_pretrained(config.init_from, **chosen)
+        except (ImportError, OSError) as error:
+            raise ConfigError(f"init_from={config.init_from} did not download: {error}") from None
     else:
         keys = ("n_layer", "n_head", "n_embd", "bias", "block_size")
         shape = {key: getattr(config, key) for key in keys}

@@ -328,3 +328,27 @@ def test_offsets_are_a_function_of_seed_and_step(corpus):
     assert a.offsets(0).tolist()[:3] == [16649, 83, 13870]
     parts = [np.concatenate([*x.training(0)]) for x in (Batches(config, 64, r, 2) for r in (0, 1))]
     assert np.array_equal(np.concatenate(parts), np.concatenate([*a.training(0)]))
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_bf16", "expected"),
+    [
+        ("auto", True, torch.bfloat16),
+        ("auto", False, torch.float16),
+        ("bfloat16", True, torch.bfloat16),
+        ("bfloat16", False, None),
+        ("float32", False, torch.float32),
+    ],
+)
+def test_dtype_on_gpus_with_and_without_bf16(asked, has_bf16, expected, monkeypatch):
+    from config import ConfigError
+    from processes import choose_dtype
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old GPU")
+    config = TrainConfig(dtype=asked)
+    if expected is None:
+        with pytest.raises(ConfigError, match="dtype=bfloat16, but an old GPU lacks it"):
+            choose_dtype(config, torch.device("cuda"))
+    else:
+        assert choose_dtype(config, torch.device("cuda")) == expected
