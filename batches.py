@@ -21,11 +21,11 @@ from config import ConfigError, TrainConfig
 STREAMS = {"step": 0, "train": 1, "val": 2}  # independent random streams of one seed
 
 
-def read_vocab_size(data_dir: Path) -> int:
-    """The vocabulary meta.json gives, rounded up to a multiple of 64; without the file GPT-2's."""
+def read_vocab_size(data_dir: Path) -> int | None:
+    """The vocabulary meta.json gives, rounded up to a multiple of 64; None without the file."""
     meta = data_dir / "meta.json"
     if not meta.exists():
-        return 50304
+        return None
     try:
         size = int(json.loads(meta.read_text())["vocab_size"])
     except (ValueError, KeyError, TypeError) as error:
@@ -72,6 +72,13 @@ class Batches:
             split: load_tokens(config.data_dir, split, config.block_size)
             for split in ("train", "val")
         }
+        size = read_vocab_size(config.data_dir)
+        if size is not None and size - 63 > vocab_size:
+            raise ConfigError(
+                f"{config.data_dir} has a vocabulary of {size}, the model one of {vocab_size}"
+            )
+        if config.record_batches and config.record_batches == config.replay_batches:
+            raise ConfigError(f"record_batches and replay_batches are both {config.record_batches}")
         self.replay = Replay(config, len(self.tokens["train"])) if config.replay_batches else None
 
     def offsets(self, step: int) -> np.ndarray:
@@ -170,16 +177,26 @@ class Recorder:
 
     Args:
         folder: created if missing.
-        start: steps already recorded to keep; what follows them is cut off.
+        start: steps already recorded; what follows them is cut off.
+
+    Raises:
+        ConfigError: no writable folder, or a file that is not this run's recording.
     """
 
     def __init__(self, folder: str, start: int):
-        Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / "generated_indices_rank_0.txt"
-        self.file = open(path, "a+b")  # noqa: SIM115, open as long as the run
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "a+b")  # noqa: SIM115, open as long as the run
+        except OSError as error:
+            raise ConfigError(f"record_batches={folder} is not writable: {error}") from None
         self.file.seek(0)
-        kept = sum(len(line) for _, line in zip(range(start), self.file, strict=False))
-        self.file.truncate(kept)
+        lines = [len(line) for line in self.file]
+        if len(lines) < start or (lines and start == 0):
+            raise ConfigError(
+                f"record_batches: {path} has {len(lines)} lines, but the run starts at step {start}"
+            )
+        self.file.truncate(sum(lines[:start]))
 
     def write(self, offsets: np.ndarray):
         self.file.write(",".join(map(str, offsets.tolist())).encode() + b"\n")

@@ -30,9 +30,7 @@ class ConfigError(ValueError):
 class TrainConfig:
     # run
     out_dir: str = "out"  # folder of metrics.jsonl, config.json and checkpoints
-    init_from: str = (
-        "scratch"  # scratch | resume (from out_dir) | gpt2 | gpt2-medium | gpt2-large | gpt2-xl
-    )
+    init_from: str = "scratch"  # scratch | resume | gpt2 | gpt2-medium | gpt2-large | gpt2-xl
     seed: int = 1337  # of weights, batches and dropout
     eval_interval: int = 2000  # steps between evaluations, each followed by a checkpoint
     eval_iters: int = 200  # batches an evaluation averages over, in each split
@@ -45,12 +43,8 @@ class TrainConfig:
     wandb_project: str = "owt"
     wandb_run_name: str = "gpt2"
     # data
-    dataset: str = (
-        "openwebtext"  # folder below data/ (or a path) with train.bin, val.bin, meta.json
-    )
-    batch_size: int = (
-        12  # sequences a step: batch_size · gradient_accumulation_steps, over all GPUs
-    )
+    dataset: str = "openwebtext"  # folder below data/, or a path
+    batch_size: int = 12  # times gradient_accumulation_steps: sequences a step
     gradient_accumulation_steps: int = 40  # counted over all GPUs
     micro_batch_size: int = 0  # sequences of one forward pass on one GPU; 0: batch_size
     block_size: int = 1024  # tokens of a sequence
@@ -112,6 +106,8 @@ class TrainConfig:
             Precision.parse(self.precision)
         except ValueError as error:
             raise ConfigError(f"precision={self.precision!r}: {error}") from None
+        if self.init_from in PRETRAINED and self.block_size > 1024:
+            raise ConfigError(f"block_size is at most 1024 for GPT-2, got {self.block_size}")
         if "flash" in layers:
             width = self.n_embd // self.n_head
             if not 16 <= width <= 128:
@@ -146,7 +142,7 @@ class TrainConfig:
 
 
 BOUNDS = {
-    "seed": (0, 2**63 - 1),
+    "seed": (0, 2**32 - 1),
     "eval_interval": (1, math.inf),
     "eval_iters": (1, math.inf),
     "log_interval": (1, math.inf),

@@ -4,6 +4,7 @@ What is measured inside a run: the log of its metrics, its explosion, the GPU's 
 
 import json
 import math
+import netrc
 import os
 import platform
 import resource
@@ -76,7 +77,7 @@ class LossWatch:
     MARGINS: ClassVar = {"rise": 0.1, "explosion": 1.0}  # nats
 
     def __init__(self, state: dict | None = None):
-        fresh = {"sum": 0.0, "weight": 0.0, "lowest": math.inf, "since": {}}
+        fresh = {"sum": 0.0, "weight": 0.0, "lowest": math.inf, "lowest_iter": 0, "since": {}}
         self.state = fresh if state is None else state  # what a checkpoint keeps
 
     def update(self, step: int, loss: float) -> list[dict]:
@@ -85,7 +86,8 @@ class LossWatch:
         s["sum"] = self.DECAY * s["sum"] + (1 - self.DECAY) * loss
         s["weight"] = self.DECAY * s["weight"] + (1 - self.DECAY)
         smoothed = s["sum"] / s["weight"]
-        s["lowest"] = min(s["lowest"], smoothed)
+        if smoothed < s["lowest"]:
+            s["lowest"], s["lowest_iter"] = smoothed, step
         events = []
         for kind, margin in self.MARGINS.items():
             if smoothed < s["lowest"] + margin:
@@ -101,6 +103,11 @@ class LossWatch:
         """First step of the rise the loss is in, reported or not."""
         return self.state["since"].get("rise")
 
+    @property
+    def lowest_iter(self) -> int:
+        """Step of the lowest smoothed loss."""
+        return self.state["lowest_iter"]
+
 
 class MetricsLog:
     """One JSON object a line in out_dir/metrics.jsonl and, if switched on, the same in wandb.
@@ -112,7 +119,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, start: int, wandb_run=None):
-        lines = _complete_lines(path)
+        lines = read_metrics(path) if path.exists() else []
         kept = [x for x in lines if x.get("detected_iter", x.get("iter", 0)) < start]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         part = path.with_suffix(".part")
@@ -133,6 +140,15 @@ class MetricsLog:
                 print(f"wandb: {type(error).__name__}: {error}; the run goes on without it")
                 self.wandb_run = None
 
+    def close(self, exit_code: int):
+        """Finish the wandb run, which would otherwise wait for the interpreter's end."""
+        self.file.close()
+        if self.wandb_run:
+            try:
+                self.wandb_run.finish(exit_code=exit_code)
+            except Exception as error:
+                print(f"wandb: {type(error).__name__}: {error}")
+
 
 def console_line(line: dict) -> str:
     """What the console shows of a line of metrics.jsonl."""
@@ -152,19 +168,22 @@ def console_line(line: dict) -> str:
     return f"{line.get('event', 'iter')} {line['iter']}: " + ", ".join(parts)
 
 
-def start_wandb(project: str, name: str, config: dict, folder: str, run_id: str | None):
+def start_wandb(about: dict, folder: str, run_id: str | None):
     """A wandb run with `iter` as its axis, or None. Offline without a key or a network.
 
     Whatever goes wrong in wandb is printed and never raised.
     """
+    config = about["config"]
+    project, name = config["wandb_project"], config["wandb_run_name"]
     try:
         import wandb
 
+        config = config | about["environment"]
         options = dict(project=project, name=name, config=config, dir=folder, id=run_id)
         options |= dict(resume="allow", settings=wandb.Settings(init_timeout=30))
         try:
-            online = "WANDB_MODE" in os.environ or wandb.Api().api_key
-            run = wandb.init(**options, mode=None if online else "offline")
+            mode = None if "WANDB_MODE" in os.environ or _has_wandb_key() else "offline"
+            run = wandb.init(**options, mode=mode)
         except Exception as error:
             print(f"wandb: {type(error).__name__}: {error}; going on offline")
             run = wandb.init(**options, mode="offline")
@@ -176,15 +195,29 @@ def start_wandb(project: str, name: str, config: dict, folder: str, run_id: str 
         return None
 
 
-def _complete_lines(path: Path) -> list[dict]:
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl, up to one that a kill cut off.
+
+    Raises:
+        OSError: no such file.
+    """
     lines = []
-    if path.exists():
-        for text in path.read_text().splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:  # cut off by a kill
-                break
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
     return lines
+
+
+def _has_wandb_key() -> bool:
+    """Whether a key is set; asking wandb itself would prompt for one."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def _is_not_finite(value: object) -> bool:

@@ -150,7 +150,7 @@ def _merge_maximum(b_r, b_r2, b_s, C: tl.constexpr):
     if C.P.stable != "off":
         b_is_max = b_s == b_t[:, None]
         b_t2 = tl.where(tl.sum(b_is_max.to(tl.int32), 1) > 1, b_t, float("-inf"))
-        if C.P.tie_tolerance > 0:
+        if C.P.tie_tolerance > 0 or C.P.scores != "bf16":  # rounding r_m may let more keys tie
             b_t2 = tl.maximum(b_t2, tl.max(tl.where(b_is_max, float("-inf"), b_s), 1))
         b_r2 = tl.maximum(tl.minimum(b_r, b_t), tl.maximum(b_r2, b_t2))
     return tl.maximum(b_r, b_t), b_r2

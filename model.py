@@ -32,6 +32,14 @@ class GPTConfig:
     precision: str = "official"  # of flash layers, see attention_reference.Precision.parse
 
 
+PRETRAINED = {  # OpenAI's models, by init_from
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),
+}
+
+
 class LayerNorm(nn.Module):
     """Layer norm whose bias is optional, under nanoGPT's parameter names."""
 
@@ -110,6 +118,8 @@ class GPT(nn.Module):
         attentions = config.attention.split(",")
         if len(attentions) == 1:
             attentions *= config.n_layer
+        if len(attentions) != config.n_layer:
+            raise ValueError(f"{len(attentions)} attentions for {config.n_layer} layers")
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
@@ -192,14 +202,7 @@ class GPT(nn.Module):
         """
         from huggingface_hub import hf_hub_download  # comes with datasets
 
-        n_layer, n_head, n_embd = {
-            "gpt2": (12, 12, 768),
-            "gpt2-medium": (24, 16, 1024),
-            "gpt2-large": (36, 20, 1280),
-            "gpt2-xl": (48, 25, 1600),
-        }[name]
-        shape = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, vocab_size=50257, bias=True)
-        model = cls(GPTConfig(**shape, **overrides))
+        model = cls(GPTConfig(**PRETRAINED[name], vocab_size=50257, bias=True, **overrides))
         path = hf_hub_download(f"openai-community/{name}", "pytorch_model.bin")
         theirs = torch.load(path, map_location="cpu", weights_only=True)
         theirs = {k.removeprefix("transformer."): v for k, v in theirs.items()}

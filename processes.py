@@ -1,6 +1,7 @@
 """Which process of a run this is, on which device, in which precision."""
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,13 +16,22 @@ def start_process(config: TrainConfig) -> tuple[int, int, torch.device]:
     )
     if on_gpu and not torch.cuda.is_available():
         raise ConfigError(f"device={config.device}, but torch sees no CUDA GPU")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    distributed = "RANK" in os.environ  # started by torchrun
+    rank = int(os.environ["RANK"]) if distributed else 0
+    world_size = int(os.environ["WORLD_SIZE"]) if distributed else 1
     name = "cpu" if not on_gpu else "cuda:0" if config.device in ("auto", "cuda") else config.device
-    if on_gpu and "LOCAL_RANK" in os.environ:
+    if on_gpu and distributed:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     device = torch.device(name)
-    if on_gpu and device.index >= torch.cuda.device_count():
-        raise ConfigError(f"{device} is needed, but torch sees {torch.cuda.device_count()} GPUs")
+    needed = device.index + 1 if on_gpu else 0
+    if on_gpu and distributed:
+        needed = int(os.environ.get("LOCAL_WORLD_SIZE", needed))
+    if on_gpu and needed > torch.cuda.device_count():
+        raise ConfigError(
+            f"{needed} GPUs are needed on this machine, torch sees {torch.cuda.device_count()}"
+        )
+    if config.backend == "nccl" and not on_gpu:
+        raise ConfigError("backend=nccl needs GPUs; on CPUs choose gloo")
     sequences = config.batch_size * config.gradient_accumulation_steps
     if sequences % (world_size * config.micro_batch):
         raise ConfigError(
@@ -31,7 +41,7 @@ def start_process(config: TrainConfig) -> tuple[int, int, torch.device]:
         )
     if on_gpu:
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
+    if distributed:
         backend = config.backend if config.backend != "auto" else "nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     return rank, world_size, device
@@ -44,8 +54,26 @@ def choose_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
             raise ConfigError("dtype=float16 needs a GPU; on a CPU choose float32 or bfloat16")
         return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if "flash" in config.attention and not has_bf16:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"attention=flash computes in bfloat16, but {name} lacks it")
     if config.dtype == "bfloat16" and not has_bf16:
         raise ConfigError(f"dtype=bfloat16, but {torch.cuda.get_device_name(device)} lacks it")
     if config.dtype == "auto":
         return torch.bfloat16 if has_bf16 else torch.float16
     return getattr(torch, config.dtype)
+
+
+def together(action: Callable, world_size: int, device: torch.device):
+    """What `action` returns; a ConfigError in one process is raised in all of them."""
+    result = error = None
+    try:
+        result = action()
+    except ConfigError as caught:
+        error = caught
+    failed = torch.tensor(float(error is not None), device=device)
+    if world_size > 1:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if failed.item():
+        raise error or ConfigError("another process could not start")
+    return result

@@ -8,27 +8,26 @@ out_dir gets metrics.jsonl, config.json, environment.json, ckpt.pt (the last), c
 validation loss) and ckpt_before_rise.pt. --help lists every key.
 """
 
-import json
 import math
 import os
 import signal
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from batches import Batches, Recorder, read_vocab_size
-from checkpoints import Checkpoints, load_checkpoint, prepare_out_dir, restore_optimizer
+from batches import Batches, Recorder
+from checkpoints import Checkpoints, initial_model, prepare_out_dir, restore_optimizer
 from config import ConfigError, TrainConfig, parse_args
 from diagnostics import LossWatch, MetricsLog, environment, memory_gib, peak_flops, start_wandb
-from model import GPT, GPTConfig
-from processes import choose_dtype, start_process
+from model import GPT, PRETRAINED
+from processes import choose_dtype, start_process, together
 
 
 class NonFiniteError(ArithmeticError):
@@ -58,91 +57,72 @@ class Run:
     recorder: Recorder | None = None
     wandb_id: str | None = None
     pending: list[Tensor] = field(default_factory=list)  # (loss, gradient norm) on the device
-    signalled: bool = False  # SIGINT or SIGTERM came
+    signalled: float = 0.0  # when SIGINT or SIGTERM came, by time.monotonic
     stopped: str = ""  # why the loop must end early; the same on all ranks
     started: float = field(default_factory=time.perf_counter)
-    interval_started: float | None = None  # of the steps in `pending`; None while compiling
+    interval_started: float | None = None  # when step `reported` was; None while compiling
+    reported: int = 0
 
 
-def build_model(config: TrainConfig, checkpoint: dict | None) -> GPT:
-    """The model on the CPU: from scratch, a checkpoint, or OpenAI's weights."""
-    torch.manual_seed(config.seed)
-    chosen = dict(dropout=config.dropout, attention=config.attention, precision=config.precision)
-    if config.init_from.startswith("gpt2"):
-        try:
-            model = GPT.from_pretrained(config.init_from, **chosen)
-        except (ImportError, OSError) as error:
-            raise ConfigError(f"init_from={config.init_from} did not download: {error}") from None
-    else:
-        keys = ("n_layer", "n_head", "n_embd", "bias", "block_size")
-        shape = {key: getattr(config, key) for key in keys}
-        shape["vocab_size"] = read_vocab_size(config.data_dir)
-        if checkpoint:
-            shape |= {key: checkpoint["model_args"][key] for key in ("vocab_size", "block_size")}
-        model = GPT(GPTConfig(**shape, **chosen))
-        if checkpoint:
-            model.load_state_dict(checkpoint["model"])
-    if config.block_size < model.config.block_size:
-        model.crop_block_size(config.block_size)
-    return model
-
-
-def set_up(config: TrainConfig) -> Run:
-    """Check and build everything. Nothing is written before all of it has succeeded.
-
-    Raises:
-        ConfigError: input that cannot be trained on.
-    """
-    rank, world_size, device = start_process(config)
+def build(config: TrainConfig, rank: int, world_size: int, device: torch.device) -> Run:
+    """Check and build everything that needs no other process, and write nothing."""
     dtype = choose_dtype(config, device)
-    resuming = config.init_from == "resume"
-    saved = load_checkpoint(Path(config.out_dir) / "ckpt.pt", config) if resuming else None
-    raw_model = build_model(config, saved).to(device)
+    raw_model, saved = initial_model(config)
+    raw_model.to(device)
     optimizer = raw_model.configure_optimizer(
         config.weight_decay, config.learning_rate, (config.beta1, config.beta2)
     )
     if saved:
-        restore_optimizer(optimizer, saved["optimizer"])
+        restore_optimizer(optimizer, saved)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    saved = saved or {}
     if saved.get("scaler"):
         scaler.load_state_dict(saved["scaler"])
+    batches = Batches(config, raw_model.config.vocab_size, rank, world_size)
+    start_iter = saved.get("iter_num", 0)
+    if start_iter < config.max_iters:
+        next(batches.training(start_iter))  # or its error, before anything is written
     model = torch.compile(raw_model) if config.compile else raw_model
-    run = Run(
+    return Run(
         config, rank, world_size, device, dtype, raw_model, model, model, optimizer, scaler,
-        batches=Batches(config, raw_model.config.vocab_size, rank, world_size),
-        watch=LossWatch(saved.get("loss_watch")),
-        start_iter=saved.get("iter_num", 0),
-        best_val_loss=float(saved.get("best_val_loss", math.inf)),
+        batches, LossWatch(saved.get("loss_watch")), start_iter,
+        best_val_loss=float(saved.get("best_val_loss", math.inf)), wandb_id=saved.get("wandb_id"),
     )  # fmt: skip
+
+
+def set_up(config: TrainConfig) -> Run:
+    """Make a run ready, on all processes or none. Nothing is written before all could be built.
+
+    Raises:
+        ConfigError: input that cannot be trained on.
+    """
+    if config.init_from in PRETRAINED:
+        config = replace(config, **PRETRAINED[config.init_from], bias=True)
+    rank, world_size, device = start_process(config)
+    run = together(lambda: build(config, rank, world_size, device), world_size, device)
+    together(lambda: open_logs(run), world_size, device)
     if world_size > 1:
-        run.parallel_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if rank == 0:
-        open_logs(run, saved.get("wandb_id"))
+        run.parallel_model = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
     return run
 
 
-def open_logs(run: Run, wandb_id: str | None):
+def open_logs(run: Run):
     """Open what rank 0 writes to, and say what the run is."""
+    if run.rank != 0:
+        return
     config = run.config
-    out = prepare_out_dir(config)
-    settings, machine = asdict(config), environment(run.device, run.world_size)
-    (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    (out / "environment.json").write_text(json.dumps(machine, indent=1) + "\n")
-    wandb_run = None
-    if config.wandb_log:
-        name = config.wandb_run_name
-        wandb_run = start_wandb(config.wandb_project, name, settings | machine, str(out), wandb_id)
-    run.wandb_id = wandb_run.id if wandb_run else wandb_id
-    run.log = MetricsLog(out / "metrics.jsonl", run.start_iter, wandb_run)
-    run.checkpoints = Checkpoints(out, run.watch, run.start_iter)
     if config.record_batches:
         run.recorder = Recorder(config.record_batches, run.start_iter)
+    about = {"config": asdict(config), "environment": environment(run.device, run.world_size)}
+    out = prepare_out_dir(config, about)
+    wandb_run = start_wandb(about, str(out), run.wandb_id) if config.wandb_log else None
+    run.wandb_id = wandb_run.id if wandb_run else run.wandb_id
+    run.log = MetricsLog(out / "metrics.jsonl", run.start_iter, wandb_run)
+    run.checkpoints = Checkpoints(out, run.watch, run.start_iter)
     total, without = run.raw_model.num_params(), run.raw_model.num_params(positions=False)
     print(f"number of parameters: {total / 1e6:.2f}M ({without / 1e6:.2f}M without positions)")
     print(
         f"tokens per step: {config.tokens_per_iter:,}, in {run.dtype} on {run.world_size} × "
-        f"{machine['device']}; attention {config.attention}, precision {config.precision}"
+        f"{about['environment']['device']}; attention {config.attention}, precision {config.precision}"
     )
 
 
@@ -187,6 +167,7 @@ def estimate_loss(run: Run) -> dict[str, float]:
 
 def evaluate(run: Run, step: int):
     """Log both splits' losses before `step`, then save what the config asks for."""
+    read_losses(run, step)
     began = time.perf_counter()
     losses = estimate_loss(run)
     if run.rank == 0:
@@ -200,11 +181,9 @@ def evaluate(run: Run, step: int):
 
 
 def save(run: Run, step: int, is_best: bool = False):
-    """Checkpoint the run as it is before `step`."""
-    if run.rank != 0:
-        return
-    run.checkpoints.save(
-        {
+    """Checkpoint the run as it is before `step`. No process goes on, or ends, before it is."""
+    if run.rank == 0:
+        checkpoint = {
             "model": run.raw_model.state_dict(),
             "optimizer": run.optimizer.state_dict(),
             "model_args": asdict(run.raw_model.config),
@@ -214,9 +193,10 @@ def save(run: Run, step: int, is_best: bool = False):
             "loss_watch": run.watch.state,
             "scaler": run.scaler.state_dict(),
             "wandb_id": run.wandb_id,
-        },
-        is_best,
-    )
+        }
+        run.checkpoints.save(checkpoint, is_best)
+    if run.world_size > 1:
+        dist.barrier()
 
 
 def train(run: Run):
@@ -237,7 +217,7 @@ def train(run: Run):
         lr = learning_rate(config, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        if step % config.eval_interval == 0 or step == config.max_iters:
+        if step % config.eval_interval == 0 or step == config.max_iters or config.eval_only:
             evaluate(run, step)
         if step == config.max_iters or config.eval_only:
             break
@@ -259,57 +239,67 @@ def train(run: Run):
         scaler.unscale_(optimizer)
         max_norm = config.grad_clip or math.inf
         grad_norm = nn.utils.clip_grad_norm_(params, max_norm)
-        if scaler.is_enabled():  # it skips a step of infinite gradients and lowers its scale
-            if loss.isfinite():
-                scaler.step(optimizer)
-            scaler.update()
-        else:
-            non_finite.logical_or_(~(loss.isfinite() & grad_norm.isfinite()))
+        non_finite.logical_or_(~loss.isfinite())
+        if not scaler.is_enabled():
+            non_finite.logical_or_(~grad_norm.isfinite())
             optimizer.found_inf = non_finite
             optimizer.step()
+        elif not non_finite:  # the scaler skips infinite gradients itself and lowers its scale
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
         run.pending.append(torch.stack([loss, grad_norm]))
         if run.recorder:
             run.recorder.write(run.batches.offsets(step))
-        now = step % config.log_interval == 0 or step + 1 == config.max_iters
-        if now or (run.signalled and run.world_size == 1):
+        logging = step % config.log_interval == 0 or step + 1 == config.max_iters
+        if logging or (run.signalled and run.world_size == 1):
             report(run, step, lr)
         if run.stopped:
             save(run, step + 1)
             break
 
 
-def report(run: Run, step: int, lr: float):
-    """Read the losses since the last report off the device, judge them, log the last."""
-    config, events = run.config, []
+def read_losses(run: Run, step: int) -> list[list[float]]:
+    """Read losses and gradient norms of the steps before `step` off the device and judge them."""
+    if not run.pending:
+        return []
     values = torch.stack(run.pending).tolist()  # waits for the device
     run.pending.clear()
-    for at, (loss, grad_norm) in enumerate(values, step + 1 - len(values)):
-        if not (math.isfinite(loss) and (math.isfinite(grad_norm) or run.scaler.is_enabled())):
+    for at, (loss, grad_norm) in enumerate(values, step - len(values)):
+        scaling = run.scaler.is_enabled() and run.scaler.get_scale() >= 1
+        if not (math.isfinite(loss) and (math.isfinite(grad_norm) or scaling)):
             save(run, at)
             if run.rank == 0:
                 run.log.write({"event": "non_finite", "iter": at})
             raise NonFiniteError(f"step {at}: loss {loss}, gradient norm {grad_norm}")
-        events += run.watch.update(at, loss)
-
-    now, speed, mfu = time.perf_counter(), None, None
-    if run.interval_started is not None:  # not while compiling
-        speed = len(values) * config.tokens_per_iter / (now - run.interval_started)
-        if peak := peak_flops(run.device):
-            mfu = speed * run.raw_model.flops_per_token() / (peak * run.world_size)
-    run.interval_started = now
+        for event in run.watch.update(at, loss):
+            if run.rank == 0:
+                run.log.write(event)
+            if run.config.stop_on_explosion and event["event"] == "explosion":
+                run.stopped = "exploded"
     if run.rank == 0:
         run.checkpoints.keep_before_rise()
+    return values
+
+
+def report(run: Run, step: int, lr: float):
+    """Log a step, and agree on whether it is the last."""
+    config = run.config
+    loss, grad_norm = read_losses(run, step + 1)[-1]
+    now, speed, mfu = time.perf_counter(), None, None
+    if run.interval_started is not None:  # not while compiling
+        speed = (step - run.reported) * config.tokens_per_iter / (now - run.interval_started)
+        if peak := peak_flops(run.device):
+            mfu = speed * run.raw_model.flops_per_token() / (peak * run.world_size)
+    run.interval_started, run.reported = now, step
+    if run.rank == 0:
         line = {"iter": step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         line |= {"tokens": (step + 1) * config.tokens_per_iter, "tokens_per_second": speed}
         line |= {"mfu": mfu, "memory_gib": memory_gib(run.device), "time": now - run.started}
-        for entry in (line, *events):
-            run.log.write(entry)
+        run.log.write(line)
 
-    if config.stop_on_explosion and any(event["event"] == "explosion" for event in events):
-        run.stopped = "the loss exploded"
-    signalled = torch.tensor(float(run.signalled), device=run.device)
+    signalled = torch.tensor(float(run.signalled > 0), device=run.device)
     if run.world_size > 1:
         dist.all_reduce(signalled, op=dist.ReduceOp.MAX)
     if signalled.item():
@@ -318,38 +308,44 @@ def report(run: Run, step: int, lr: float):
 
 def main(argv: list[str]) -> int:
     """Train by command line; the exit code: 0, 2 bad input, 3 a loss not finite, 130 a signal."""
-    run = None
+    run, say = None, partial(print, file=sys.stderr)
 
     def on_signal(number, frame):
-        if run is None or run.signalled:
+        if run is None or 0 < run.signalled < time.monotonic() - 2:  # torchrun repeats it at once
             raise KeyboardInterrupt
-        run.signalled = True
-        print("stopping after this step; once more to stop at once", file=sys.stderr)
+        if not run.signalled:
+            say("stopping after this step, or the next that is logged; once more: at once")
+        run.signalled = run.signalled or time.monotonic()
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
+    code = 0
     try:
         run = set_up(parse_args(argv))
         train(run)
+        code = 130 if run.stopped == "interrupted" else 0
     except ConfigError as error:
-        if run is not None or os.environ.get("RANK", "0") == "0":  # not once for each rank
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+        if run is not None or os.environ.get("LOCAL_RANK", "0") == "0":  # once for each machine
+            say(f"error: {error}")
+        code = 2
     except NonFiniteError as error:
         if run.rank == 0:
-            out = run.config.out_dir
-            print(f"error: {error}; the weights before it are in {out}", file=sys.stderr)
-        return 3
+            say(f"error: {error}; the weights before it are in {run.config.out_dir}")
+        code = 3
     except torch.OutOfMemoryError as error:
-        print(f"error: {error} A smaller micro_batch_size needs less.", file=sys.stderr)
-        return 1
+        say(f"error: {error} A smaller micro_batch_size needs less.")
+        code = 1
     except KeyboardInterrupt:
-        print("interrupted; --init_from=resume goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return 130 if run.stopped == "interrupted" else 0
+        say("interrupted; --init_from=resume goes on from the last checkpoint")
+        code = 130
+    if run is not None and run.log:
+        run.log.close(code)
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    if dist.is_initialized():  # gloo's threads can abort the interpreter on its own way out
+        sys.stdout.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

@@ -5,6 +5,7 @@ A corpus is a folder with train.bin and val.bin (little-endian uint16 tokens, ea
 by an end-of-text token) and meta.json, written last.
 """
 
+import base64
 import hashlib
 import json
 import os
@@ -56,26 +57,31 @@ def gpt2_tokenizer(vocab_file: str | None = None, threads: int | None = None) ->
     Raises:
         CorpusError: no network and no cached vocabulary, or a file of another kind.
     """
-    import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
-    from tiktoken_ext.openai_public import r50k_pat_str
+    try:
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
+    except ImportError as error:
+        raise CorpusError(f"{error}: pip install -r requirements.txt") from None
 
     if vocab_file is not None:
-        try:
-            ranks = load_tiktoken_bpe(vocab_file)
+        try:  # read here: tiktoken would cache the file by its name
+            lines = [line.split() for line in Path(vocab_file).read_bytes().splitlines()]
+            ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
             special = {"<|endoftext|>": len(ranks)}
             encoding = tiktoken.Encoding(
                 "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
             )
         except Exception as error:
             raise CorpusError(f"{vocab_file} is not a vocabulary of tiktoken's: {error}") from None
+        if encoding.n_vocab > 2**16:
+            raise CorpusError(f"{vocab_file} has {encoding.n_vocab} tokens; uint16 holds 65,536")
     else:
         try:
             encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:
             raise CorpusError(
                 f"tiktoken could not download GPT-2's vocabulary ({type(error).__name__}); point "
-                "TIKTOKEN_CACHE_DIR to a cache that has it, or pass --vocab=<gpt2.tiktoken>"
+                "TIKTOKEN_CACHE_DIR to a cache that has it, or pass --vocab=<r50k_base.tiktoken>"
             ) from None
     threads = threads or os.cpu_count() or 1
     encode = lambda texts: encoding.encode_ordinary_batch(texts, num_threads=threads)  # noqa: E731
@@ -147,7 +153,7 @@ def write_files(
     """
     from tqdm import tqdm
 
-    paths = [path for path in paths if path.stat().st_size > 0]
+    paths = [path for path in paths if path.is_file() and path.stat().st_size > 0]
     names = [path.relative_to(root).as_posix() for path in paths]
     if len(names) == 1:
         text = _read(paths[0])

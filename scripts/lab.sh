@@ -6,7 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { echo "usage: scripts/lab.sh DATASET [flags of train.py]" >&2; exit 2; }
 dataset="$1"
-python="$(command -v python || command -v python3)"
+python="$(command -v python3 || command -v python)"
+if [ -z "${VIRTUAL_ENV:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
 
 run() { # name, config, flags; a loss that is not finite (3) is a result
     "$python" train.py "configs/$2.py" "--dataset=$dataset" "--out_dir=out/lab/$1" "${@:3}" || [ $? -eq 3 ]

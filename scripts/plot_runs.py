@@ -5,21 +5,14 @@ Draw the training losses of runs, and where they rose or exploded.
 """
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from diagnostics import read_metrics
+
 WINDOW = 0.01  # of the longest run's steps: what the exponential average reaches back
-
-
-def read_metrics(out_dir: Path) -> list[dict]:
-    """The lines of out_dir/metrics.jsonl.
-
-    Raises:
-        FileNotFoundError: no such file.
-    """
-    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def smooth(steps: list[int], losses: list[float], reach: float) -> list[float]:
@@ -47,8 +40,9 @@ def draw(runs: dict[str, Path], png: Path, title: str = ""):
     colours = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
     styles = ["-", "--", ":", "-."]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    metrics = {label: read_metrics(out_dir) for label, out_dir in runs.items()}
-    reach = max(1, WINDOW * max(line["iter"] for lines in metrics.values() for line in lines))
+    metrics = {label: read_metrics(out_dir / "metrics.jsonl") for label, out_dir in runs.items()}
+    steps = [line["iter"] for lines in metrics.values() for line in lines]
+    reach = max(1, WINDOW * max(steps, default=0))
     for i, (label, lines) in enumerate(metrics.items()):
         points = [(x["iter"], x["loss"]) for x in lines if x.get("loss") is not None]
         if not points:
@@ -79,12 +73,12 @@ def main() -> int:
     parser.add_argument("--title", default="")
     args = parser.parse_args()
     labels = args.labels.split(",") if args.labels else [path.name for path in args.out_dirs]
-    if len(labels) != len(args.out_dirs):
-        parser.error(f"{len(labels)} labels for {len(args.out_dirs)} runs")
+    if len(labels) != len(args.out_dirs) or len(set(labels)) < len(labels):
+        parser.error(f"{len(args.out_dirs)} runs need as many different --labels, got {labels}")
     try:
         draw(dict(zip(labels, args.out_dirs, strict=True)), args.png, args.title)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        print(f"error: {error.filename} does not exist", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print(args.png)
     return 0

@@ -10,8 +10,8 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from plot_runs import read_metrics
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from diagnostics import read_metrics
 
 AVERAGED = 50  # steps before the named one
 
@@ -19,13 +19,13 @@ AVERAGED = 50  # steps before the named one
 def mean_loss(lines: list[dict], step: int) -> str:
     """Mean of the training losses logged in the 50 steps before `step`."""
     losses = [x["loss"] for x in lines if x.get("loss") and step - AVERAGED <= x["iter"] < step]
-    reached = max(x["iter"] for x in lines) >= step
+    reached = max((x["iter"] for x in lines), default=0) >= step
     return f"{statistics.fmean(losses):.3f}" if losses and reached else "–"
 
 
 def row(out_dir: Path, steps: list[int]) -> str:
     """The run's cells."""
-    lines = read_metrics(out_dir)
+    lines = read_metrics(out_dir / "metrics.jsonl")
     speeds = [x["tokens_per_second"] for x in lines if x.get("tokens_per_second")]
     mfus = [x["mfu"] for x in lines if x.get("mfu")]
     val = [x["val/loss"] or math.nan for x in lines if "val/loss" in x]
@@ -50,8 +50,8 @@ def main() -> int:
     try:
         for out_dir in args.out_dirs:
             print(row(out_dir, steps))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        print(f"error: {error.filename} does not exist", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,32 +1,33 @@
 # Sourced by quickstart.sh and test.sh: sets PYTHON to an interpreter that has the modules named as
 # arguments, and installs requirements.txt where it must.
 #   1. the active python, if it has them all: nothing is installed;
-#   2. the active virtual environment, or .venv made here: pip installs what is pinned and missing.
-# A python that already holds torch keeps it: .venv then builds on that python's packages.
+#   2. else the active virtual environment, or .venv made here, gets what is pinned and missing.
+# Where the active python holds torch and Triton, .venv builds on its packages and leaves them alone.
 
-modules="$*"
+has() { "$1" -c "import importlib.util as u, sys; sys.exit(any(u.find_spec(m) is None for m in sys.argv[1:]))" "${@:2}" 2>/dev/null; }
+recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
-has() { "$1" -c "import importlib.util as u, sys; sys.exit(any(u.find_spec(m) is None for m in sys.argv[1:]))" "${@:2}"; }
+PYTHON=""
+for name in python3 python; do
+    if command -v "$name" >/dev/null && recent "$name"; then PYTHON="$(command -v "$name")"; break; fi
+done
+[ -n "$PYTHON" ] || { echo "error: no Python 3.11 or later on the PATH" >&2; exit 1; }
 
-active="$(command -v python || command -v python3)" || { echo "error: no python on the PATH" >&2; exit 1; }
-if ! "$active" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    echo "error: Python 3.11 or later is needed; $active is $("$active" -V)" >&2
-    exit 1
-fi
-
-if has "$active" $modules; then
-    PYTHON="$active"
-    echo "using $PYTHON, which has $modules"
+if has "$PYTHON" "$@"; then
+    echo "using $PYTHON, which has $*"
 else
-    if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
-        PYTHON="$active"
-    else
-        share=""
-        if has "$active" torch triton; then share="--system-site-packages"; fi
-        [ -x .venv/bin/python ] || "$active" -m venv $share .venv || exit 1
+    if [ -z "${VIRTUAL_ENV:-}" ] && [ "${CONDA_DEFAULT_ENV:-base}" = base ]; then
+        if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+            share=""
+            if has "$PYTHON" torch triton; then share="--system-site-packages"; fi
+            "$PYTHON" -m venv --clear $share .venv || {
+                echo "error: $PYTHON could not make a virtual environment in .venv (on Debian: python3-venv)" >&2
+                exit 1
+            }
+        fi
         PYTHON="$PWD/.venv/bin/python"
     fi
-    if ! has "$PYTHON" $modules; then
+    if ! has "$PYTHON" "$@"; then
         echo "installing requirements.txt into $("$PYTHON" -c 'import sys; print(sys.prefix)') (a few minutes) …"
         pins="$(mktemp)"
         # what is pinned here and not importable there yet
@@ -35,7 +36,7 @@ else
             has "$PYTHON" "${pin%%==*}" || echo "$pin" >>"$pins"
         done
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$pins" || {
-            echo "error: pip could not install requirements.txt; is the package index reachable?" >&2
+            echo "error: pip could not install requirements.txt; its own message is above" >&2
             exit 1
         }
         rm -f "$pins"

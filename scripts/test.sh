@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 source scripts/setup.sh torch numpy matplotlib tqdm pytest
 
-"$PYTHON" -m pytest "$@"
+"$PYTHON" -m pytest "$@" # what needs a missing optional package is skipped
 if "$PYTHON" -m ruff --version >/dev/null 2>&1; then
     "$PYTHON" -m ruff check .
     "$PYTHON" -m ruff format --check .

@@ -3,25 +3,25 @@ How often a checkpoint's attention repeats a row maximum, and where the paper's 
 
     python scripts/tied_maxima.py OUT_DIR [--flags of train.py …]
 
-Takes the run's config and the batch of the step the checkpoint is from. Of a row that repeats r_m
-the fix leaves Σ P̄ ≈ e^(r_m − β r_m), or e^(r_m) if r_m < 0: below 1e-10 the authors' floor shrinks
-the row's O, below 2^-126 the sum is 0 and O is 0 / 0.
+Takes the run's config, whether it has the fix or not, and the batch of its checkpoint's step. Of a
+row that repeats r_m the fix leaves Σ P̄ ≈ e^(r_m − β r_m), or e^(r_m) if r_m < 0: below 1e-10 the
+authors' floor shrinks the row's O, below 2^-126 GPUs take the sum for 0 and O is 0 / 0.
 """
 
 import json
 import math
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import model as model_module
 from attention_reference import Precision, score_tiles, tile_maximum
 from batches import Batches
-from checkpoints import load_checkpoint
+from checkpoints import initial_model
 from config import ConfigError, parse_args
-from train import build_model
 
 COLUMNS = ("layer", "rows × tiles", "repeated", "largest r_m", "under 1e-10", "underflow")
 
@@ -47,25 +47,26 @@ def main() -> int:
         return 2
     out = Path(sys.argv[1])
     try:
-        saved = json.loads((out / "config.json").read_text()) | {"init_from": "resume"}
+        saved = json.loads((out / "config.json").read_text())
+        saved |= {"init_from": "resume", "out_dir": str(out)}
         config = parse_args([*(f"--{key}={value}" for key, value in saved.items()), *sys.argv[2:]])
-        checkpoint = load_checkpoint(out / "ckpt.pt", config)
-        model = build_model(config, checkpoint)
+        model, checkpoint = initial_model(config)
         batches = Batches(config, model.config.vocab_size)
     except (ConfigError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    precision = Precision.parse(config.precision)
-    print(f"step {checkpoint['iter_num']}, {precision}; layers counted from 0")
+    precision = replace(Precision.parse(config.precision), stable="paper")
+    print(f"step {checkpoint['iter_num']}, {config.precision}; layers counted from 0")
     print("| " + " | ".join(COLUMNS) + " |")
     print("|---" * len(COLUMNS) + "|")
-    layer = iter(range(config.n_layer))
 
-    def counting(q, k, v, **options):
-        print("| " + " | ".join(map(str, (next(layer), *census(q, k, precision)))) + " |")
-        return flash_attention(q, k, v, **options)
+    def counting(layer, attend, q, k, v):
+        cells = (layer, *census(q.bfloat16(), k.bfloat16(), precision))
+        print("| " + " | ".join(map(str, cells)) + " |")
+        return attend(q, k, v)
 
-    flash_attention, model_module.flash_attention = model_module.flash_attention, counting
+    for layer, block in enumerate(model.transformer.h):
+        block.attn.attend = partial(counting, layer, block.attn.attend)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens = next(batches.training(checkpoint["iter_num"])).to(device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):

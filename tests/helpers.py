@@ -43,7 +43,9 @@ def environment() -> dict:
 def train(*flags: str, processes: int = 0, check: bool = True) -> subprocess.CompletedProcess:
     """Run train.py to its end."""
     arguments = command(*flags, processes=processes)
-    result = subprocess.run(arguments, capture_output=True, text=True, env=environment())
+    result = subprocess.run(
+        arguments, capture_output=True, text=True, env=environment(), timeout=300
+    )
     if check:
         assert result.returncode == 0, result.stdout + result.stderr
     return result

@@ -1,11 +1,16 @@
 """Config files and flags: what is taken, and what is refused with which line."""
 
+import ast
+import re
+
 import pytest
 from conftest import ROOT
 
 from attention_reference import PRECISIONS, Precision
 from config import FIELDS, ConfigError, TrainConfig, help_text, parse_args
 
+SELF_EXPLANATORY = ["wandb_project", "wandb_run_name", "n_layer", "n_head", "beta1", "beta2"]
+SELF_EXPLANATORY += ["min_lr"]
 CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.py"))
 
 
@@ -49,6 +54,7 @@ def test_files_then_flags_in_their_order(tmp_path):
         ("--precision=paper,beta=x", "beta takes float, not 'x'"),
         ("--precision=paper,beta=1", "beta is a finite number above 1"),
         ("--precision=paper,key_tile=24", "key_tile is a positive multiple of 16 or 'full'"),
+        ("--seed=-1", "seed must be from 0 to"),
         ("--precision=mine", "unknown arithmetic 'mine'"),
         ("--micro_batch_size=7", "micro_batch_size must divide"),
         ("nowhere.py", "no config file 'nowhere.py'"),
@@ -87,14 +93,18 @@ def test_flash_attention_has_no_dropout_and_bounded_heads():
 
 
 def test_every_key_has_a_line_in_the_help():
-    text = help_text()
-    assert all(f"--{key}=" in text for key in FIELDS)
+    lines = {re.match(r"  --(\w+)=", x)[1]: x for x in help_text().splitlines() if x[:4] == "  --"}
+    assert list(lines) == list(FIELDS)
+    for key, line in lines.items():
+        default, meaning = line.split("=", 1)[1].split(f" {FIELDS[key].type.__name__}")
+        assert type(FIELDS[key].default)(ast.literal_eval(default)) == FIELDS[key].default
+        assert meaning or key in SELF_EXPLANATORY
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=str)
 def test_configs_parse(path):
     config = parse_args([str(ROOT / path)])
-    assert path.read_text().startswith('"""') if path.exists() else True
+    assert (ROOT / path).read_text().startswith('"""')
     if path.stem.startswith("paper"):
         assert config.tokens_per_iter == 524_288
     if path.stem.startswith("authors"):

@@ -41,6 +41,7 @@ def texts(tmp_path):
 @pytest.fixture
 def vocabulary(tmp_path):
     """The 256 bytes and one merge, in tiktoken's format."""
+    pytest.importorskip("tiktoken")
     path = tmp_path / "tiny.tiktoken"
     tokens = [bytes([i]) for i in range(256)] + [b"te"]
     lines = [f"{base64.b64encode(t).decode()} {i}" for i, t in enumerate(tokens)]
@@ -115,6 +116,7 @@ def test_openwebtext_from_local_parquet(vocabulary, tmp_path):
     ],
 )
 def test_bad_input(arguments, message, tmp_path):
+    pytest.importorskip("tiktoken")
     result = prepare("textfiles", *arguments, f"--out={tmp_path / 'out'}", check=False)
     assert result.returncode == 2
     assert message in result.stderr

@@ -164,8 +164,9 @@ def test_bad_input(flags, message, corpus, tmp_path):
 def test_bad_corpus(split, content, message, tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     (corpus / f"{split}.bin").write_bytes(content)
-    flags = [*TINY, f"--dataset={corpus}", f"--out_dir={tmp_path / 'out'}"]
-    assert_fails(flags, message)
+    out = tmp_path / "out"
+    assert_fails([*TINY, f"--dataset={corpus}", f"--out_dir={out}"], message)
+    assert not out.exists()
 
 
 def assert_fails(flags, message, code=2):
@@ -198,6 +199,52 @@ def test_replay_that_ends_too_early(corpus, one_process, tmp_path):
 def test_checkpoint_of_another_shape(flags, message, corpus, one_process):
     flags = [*TINY, f"--dataset={corpus}", f"--out_dir={one_process}", "--init_from=resume", *flags]
     assert_fails(flags, message)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda c: c["model"].popitem(), "the checkpoint's weights do not fit its model_args"),
+        (lambda c: c.pop("optimizer"), "the checkpoint's optimizer does not fit its model"),
+        (lambda c: c["model_args"].pop("bias"), "has bias=None, the config has False"),
+        (lambda c: c.update(iter_num=99), "is of step 99, beyond max_iters=50"),
+        (lambda c: c.pop("model_args"), "truncated or not a checkpoint"),
+    ],
+)
+def test_spoilt_checkpoint(spoil, message, corpus, one_process, tmp_path):
+    checkpoint = torch.load(one_process / "ckpt.pt")
+    spoil(checkpoint)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    flags = [*TINY, f"--dataset={corpus}", f"--out_dir={tmp_path}", "--init_from=resume"]
+    assert_fails(flags, message)
+
+
+def test_recordings_are_never_overwritten(corpus, one_process, tmp_path):
+    flags = [*TINY, f"--dataset={corpus}", f"--out_dir={tmp_path}"]
+    before = (one_process / "generated_indices_rank_0.txt").read_text()
+    both = [f"--record_batches={one_process}", f"--replay_batches={one_process}"]
+    assert_fails([*flags, *both], "record_batches and replay_batches are both")
+    assert_fails([*flags, both[0]], "has 50 lines, but the run starts at step 0")
+    assert_fails([*flags, "--record_batches=/proc/x"], "record_batches=/proc/x is not writable")
+    assert (one_process / "generated_indices_rank_0.txt").read_text() == before
+
+
+def test_a_process_that_cannot_start_stops_all(corpus, tmp_path):
+    """Only rank 0 sees that out_dir is not writable; nobody waits for it."""
+    flags = [*TINY, f"--dataset={corpus}", "--out_dir=/proc/out"]
+    result = train(*flags, processes=2, check=False)
+    assert result.returncode != 0
+    assert result.stderr.count("error: out_dir=/proc/out is not writable") == 1
+
+
+def test_evaluates_only(corpus, one_process, tmp_path):
+    """At the checkpoint's step, whatever eval_interval is."""
+    (tmp_path / "ckpt.pt").write_bytes((one_process / "ckpt.pt").read_bytes())
+    flags = [*TINY, f"--dataset={corpus}", f"--out_dir={tmp_path}", "--init_from=resume"]
+    assert train_module.main([*flags, "--eval_only=True", "--max_iters=99"]) == 0
+    assert [line["iter"] for line in metrics(tmp_path)] == [50]
+    expected = metrics(one_process)[-1]["val/loss"]
+    assert metrics(tmp_path)[0]["val/loss"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_truncated_checkpoint(corpus, one_process, tmp_path):
@@ -285,11 +332,33 @@ def test_checkpoint_from_before_a_rise_is_kept(tmp_path):
     for step in range(300):
         if step % 50 == 0:
             checkpoints.save({"iter_num": step}, best=False)
-        watch.update(step, 4.0 if step < 120 else 5.5)
+        dip = step in range(230, 240)  # back for a moment, but at no new low
+        watch.update(step, 4.0 if step < 120 or dip else 5.5)
         checkpoints.keep_before_rise()
     assert torch.load(tmp_path / "ckpt_before_rise.pt")["iter_num"] == 100
     assert torch.load(tmp_path / "ckpt.pt")["iter_num"] == 250
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_losses_are_judged_before_a_checkpoint_is_written(corpus, tmp_path):
+    """Whatever log_interval is, a checkpoint holds the watch as it is after every step before."""
+    common = [*TINY, f"--dataset={corpus}", "--eval_interval=17", "--max_iters=34"]
+    for interval in (1, 10):
+        flags = [f"--log_interval={interval}", f"--out_dir={tmp_path / str(interval)}"]
+        assert train_module.main([*common, *flags]) == 0
+    a, b = (torch.load(tmp_path / name / "ckpt.pt")["loss_watch"] for name in ("1", "10"))
+    assert a == b
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_on_a_gpu_with_flash_attention_and_resumed(dtype, corpus, tmp_path):
+    flags = [*TINY, f"--dataset={corpus}", f"--dtype={dtype}", "--device=cuda"]
+    flags += ["--attention=flash", "--precision=paper,stable=paper"]
+    train(*flags, f"--out_dir={tmp_path / 'whole'}")
+    train(*flags, f"--out_dir={tmp_path / 'parts'}", "--max_iters=20")
+    train(*flags, f"--out_dir={tmp_path / 'parts'}", "--init_from=resume")
+    assert_same_losses(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_stops_on_explosion(corpus, tmp_path, monkeypatch):
@@ -308,7 +377,7 @@ def test_wandb_never_stops_the_training(corpus, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))  # no netrc
     flags = [*TINY, f"--dataset={corpus}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True"]
     began = time.time()
     train(*flags, "--max_iters=3")

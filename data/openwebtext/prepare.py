@@ -32,14 +32,21 @@ def load(args: argparse.Namespace):
         files = sorted(map(str, args.parquet.rglob("*.parquet")))
         if not files:
             raise CorpusError(f"no *.parquet below {args.parquet}")
-        return load_dataset("parquet", data_files=files, split="train")
+        source = ("parquet", f"the files below {args.parquet}")
+        options = dict(data_files=files)
+    else:
+        source = (args.repo, f"{args.repo} at {args.revision or 'main'}")
+        options = dict(revision=args.revision, num_proc=args.workers)
     try:
-        return load_dataset(args.repo, revision=args.revision, split="train", num_proc=args.workers)
-    except (OSError, RuntimeError) as error:  # no network; a repository that has a script
+        dataset = load_dataset(source[0], split="train", **options)
+    except Exception as error:  # no network; a repository that has a script; broken files
         raise CorpusError(
-            f"{args.repo} at {args.revision or 'main'} did not load as Parquet ({error}); try "
-            "another --repo, --revision=refs/convert/parquet, or --parquet=<downloaded files>"
+            f"{source[1]} did not load as Parquet ({error}); try another --repo, "
+            "--revision=refs/convert/parquet, or --parquet=<downloaded files>"
         ) from None
+    if "text" not in dataset.column_names:
+        raise CorpusError(f"{source[1]} has columns {dataset.column_names}, but no 'text'")
+    return dataset
 
 
 def arrays(dataset, split: str):
@@ -69,8 +76,9 @@ def main() -> int:
     parser.add_argument(
         "--vocab", help="GPT-2's vocabulary in tiktoken's format, to not download it"
     )
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--workers", type=int, default=(os.cpu_count() or 2) // 2)
     args = parser.parse_args()
+    args.workers = max(1, args.workers)
     try:
         tokenizer = gpt2_tokenizer(args.vocab)
         splits = load(args).train_test_split(test_size=0.0005, seed=2357, shuffle=True)
@@ -87,7 +95,7 @@ def main() -> int:
         meta = write_corpus(args.out, tokenizer, pieces, about)
         print(summary(args.out, meta))
         report(meta)
-    except CorpusError as error:
+    except (CorpusError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

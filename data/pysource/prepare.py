@@ -22,7 +22,7 @@ def main() -> int:
     about = {"source": f"standard library of Python {sysconfig.get_python_version()}"}
     try:
         print(summary(out, write_files(paths, root, out, byte_tokenizer(), 0.02, about)))
-    except CorpusError as error:
+    except (CorpusError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -31,11 +31,11 @@ def main() -> int:
         if not 0 < args.val_share < 1:
             raise CorpusError(f"--val-share must be between 0 and 1, got {args.val_share}")
         suffixes = tuple(args.suffixes.split(","))
-        paths = [p for p in args.dir.rglob("*") if p.is_file() and p.name.endswith(suffixes)]
+        paths = [p for p in args.dir.rglob("*") if p.name.endswith(suffixes)]
         tokenizer = byte_tokenizer() if args.tokenizer == "bytes" else gpt2_tokenizer(args.vocab)
         meta = write_files(paths, args.dir, args.out, tokenizer, args.val_share, {})
         print(summary(args.out, meta))
-    except CorpusError as error:
+    except (CorpusError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
