@@ -120,10 +120,9 @@ def open_logs(run: Run):
     run.checkpoints = Checkpoints(out, run.watch, run.start_iter)
     total, without = run.raw_model.num_params(), run.raw_model.num_params(positions=False)
     print(f"number of parameters: {total / 1e6:.2f}M ({without / 1e6:.2f}M without positions)")
-    print(
-        f"tokens per step: {config.tokens_per_iter:,}, in {run.dtype} on {run.world_size} × "
-        f"{about['environment']['device']}; attention {config.attention}, precision {config.precision}"
-    )
+    device = about["environment"]["device"]
+    print(f"tokens per step: {config.tokens_per_iter:,}; {run.world_size} × {device}, {run.dtype}")
+    print(f"attention: {config.attention}, precision: {config.precision}")
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -200,7 +199,7 @@ def save(run: Run, step: int, is_best: bool = False):
 
 
 def train(run: Run):
-    """The loop, from the run's first step or its checkpoint's to the last.
+    """The loop, from the first step, or the checkpoint's, to the last.
 
     Raises:
         ConfigError: a batch that cannot be trained on.

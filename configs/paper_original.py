@@ -1,8 +1,8 @@
 """The paper's run with its flash attention unchanged: GPT-2 124M, 524,288 tokens a step.
 
-Expect the loss to explode near step 7,000 on OpenWebText (arXiv 2510.04212, figure 1). On four
-A100s that is about a day; 8 × H100, a few hours. Any number of GPUs that divides 16 sees the same
-batches; with more, or less memory, set micro_batch_size.
+Expect the loss to explode near step 7,000 on OpenWebText (arXiv 2510.04212, figure 1): two hours on
+one H200 at the speed in records/. Any number of GPUs that divides 16 sees the same batches; for
+others, or with less memory, set micro_batch_size.
 """
 
 out_dir = "out/paper_original"

@@ -1,7 +1,7 @@
 """A GPT of 0.9M parameters on the sources of Python's standard library, byte by byte.
 
 scripts/quickstart.sh runs it with the original, the stabilized and the control attention, about two
-minutes each on two cores. All three learn alike: at this size and length nothing explodes.
+minutes each on two cores. All three are expected to learn alike at this size and length.
 """
 
 out_dir = "out/quickstart/original"
