@@ -236,8 +236,7 @@ def train(run: Run):
             loss /= run.world_size
 
         scaler.unscale_(optimizer)
-        max_norm = config.grad_clip or math.inf
-        grad_norm = nn.utils.clip_grad_norm_(params, max_norm)
+        grad_norm = nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
         non_finite.logical_or_(~loss.isfinite())
         if not scaler.is_enabled():
             non_finite.logical_or_(~grad_norm.isfinite())
@@ -255,6 +254,7 @@ def train(run: Run):
         if logging or (run.signalled and run.world_size == 1):
             report(run, step, lr)
         if run.stopped:
+            read_losses(run, step + 1)
             save(run, step + 1)
             break
 

@@ -16,10 +16,10 @@ def measure(arithmetic, device, ties=2, gap=12.0, seed=0):
     return signed_error(*tied_rows(8000, ties, gap, seed), Precision.parse(arithmetic), device)
 
 
-@pytest.mark.parametrize("gap", [10.0, 12.0, 14.5])
+@pytest.mark.parametrize("gap", [10.0, 12.0, 14.0])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_two_maxima_bias_the_original_and_not_the_stabilized(gap, seed, device):
-    """The other keys weigh 1e-3 (gap 10), 2e-4 (gap 12), 1e-5 (gap 14.5) of the row together."""
+    """The other keys weigh 1e-3 (gap 10), 2e-4 (gap 12), 1e-5 (gap 14) of the row together."""
     original, error = measure("paper", device, gap=gap, seed=seed)
     stable, _ = measure("paper,stable=paper", device, gap=gap, seed=seed)
     fa2, _ = measure("fa2", device, gap=gap, seed=seed)
