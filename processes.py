@@ -30,7 +30,7 @@ def start_process(config: TrainConfig) -> tuple[int, int, torch.device]:
         raise ConfigError(
             f"{needed} GPUs are needed on this machine, torch sees {torch.cuda.device_count()}"
         )
-    if config.backend == "nccl" and not on_gpu:
+    if distributed and config.backend == "nccl" and not on_gpu:
         raise ConfigError("backend=nccl needs GPUs; on CPUs choose gloo")
     sequences = config.batch_size * config.gradient_accumulation_steps
     if sequences % (world_size * config.micro_batch):
