@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 
 from attention_reference import Precision
+from model import PRETRAINED
 
 ATTENTIONS = ("flash", "sdpa", "math")
-PRETRAINED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 class ConfigError(ValueError):
