@@ -28,7 +28,8 @@ def start_process(config: TrainConfig) -> tuple[int, int, torch.device]:
         needed = int(os.environ.get("LOCAL_WORLD_SIZE", needed))
     if on_gpu and needed > torch.cuda.device_count():
         raise ConfigError(
-            f"{needed} GPUs are needed on this machine, torch sees {torch.cuda.device_count()}"
+            f"{name}: {needed} GPUs are needed on this machine, torch sees "
+            f"{torch.cuda.device_count()}"
         )
     if distributed and config.backend == "nccl" and not on_gpu:
         raise ConfigError("backend=nccl needs GPUs; on CPUs choose gloo")
