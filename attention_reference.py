@@ -1,180 +1,57 @@
 """
 Flash attention's arithmetic in plain PyTorch, rounding point by rounding point.
 
-`Precision` names the places where an attention call may round to BF16; `reference_forward` and
-`reference_backward` compute with exactly those roundings on any device. They are the yardstick of
-the Triton kernels in flash_attn_stable.py, and what runs in their place on a CPU.
-
-One row of scores s = scale · q Kᵀ is taken in logical tiles of `key_tile` keys. With r_m the
-maximum of a tile over its visible keys (Algorithm 1 of arXiv 2510.04212):
-
-    m   = max(m_old, shift(r_m))        shift: r_m itself, or the paper's fix (`tile_maximum`)
-    P̄   = exp(s − m)                    FP32; BF16 as operand of P̄V
-    l   = e^(m_old − m) l + Σ P̄         rounding point row_sum
-    O   = e^(m_old − m) O + P̄V          rounding points accumulator (twice) and pv
-    O/l                                 rounding point output
-    LSE = m + log l                     FP32
-
-and backward, with no rounding at tile borders:
-
-    P  = exp(s − LSE)                   FP32; BF16 as operand of PᵀdO
-    dP = dO Vᵀ                          rounding point dp
-    δ  = rowsum(dO ∘ O)                 FP32
-    dS = P · scale · (dP − δ)           BF16 as operand of dS K and dSᵀ Q
+`reference_forward` and `reference_backward` compute with exactly the roundings that a `Precision`
+names, on any device; precision.py has the equations. They are the yardstick of the Triton kernels
+in flash_attn_stable.py, and what runs in their place on a CPU.
 
 Shape suffixes: B batch, H heads, T length, D head width, N keys of one tile.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-BF16, FP32 = "bf16", "fp32"
+from precision import BF16, Precision, fp32_output, of_heads
+
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Where one attention call rounds to BF16 (round to nearest even), and how it shifts.
-
-    Matrix products take BF16 operands and accumulate in FP32 whatever is chosen here. Each rounding
-    point is "fp32" (left alone) or "bf16". Three instances have names, see `PRECISIONS`;
-    `Precision.parse` reads the form a config uses.
-    """
-
-    scores: str = FP32  # S = QKᵀ, and again after · scale; forward and backward
-    row_max: str = FP32  # r_m and m
-    row_sum: str = FP32  # l, after each tile
-    pv: str = FP32  # P̄V of one tile
-    accumulator: str = FP32  # O before the division: after the rescaling, and after + P̄V
-    output: str = BF16  # O / l; δ is computed from the rounded O
-    dp: str = FP32  # dP = dO Vᵀ
-    key_tile: int | str = 64  # keys in a logical tile: a multiple of 16, or "full"
-    stable: str = "off"  # off: m is the maximum; paper: the fix of section 4, Algorithm 1
-    beta: float = 2.0  # the fix's factor for a repeated positive maximum, > 1
-    tie_tolerance: float = 0.0  # keys this close below the maximum count as repeats of it
-    row_sum_floor: float = (
-        0.0  # a tile's Σ P̄ is raised to this: the authors' code never divides by 0
-    )
-
-    def __post_init__(self):
-        for name in ROUNDING_POINTS:
-            if getattr(self, name) not in (BF16, FP32):
-                raise ValueError(f"{name} is 'bf16' or 'fp32', not {getattr(self, name)!r}")
-        tile = self.key_tile
-        if tile != "full" and not (type(tile) is int and tile >= 16 and tile % 16 == 0):
-            raise ValueError(f"key_tile is a positive multiple of 16 or 'full', not {tile!r}")
-        if self.stable not in ("off", "paper"):
-            raise ValueError(f"stable is 'off' or 'paper', not {self.stable!r}")
-        if not 1 < self.beta < float("inf"):
-            raise ValueError(f"beta is a finite number above 1, not {self.beta!r}")
-        if not 0 <= self.tie_tolerance < float("inf"):
-            raise ValueError(f"tie_tolerance is a finite number ≥ 0, not {self.tie_tolerance!r}")
-        if not 0 <= self.row_sum_floor < 1:
-            raise ValueError(f"row_sum_floor is a number from 0 to 1, not {self.row_sum_floor!r}")
-
-    @staticmethod
-    @lru_cache
-    def parse(text: str) -> "Precision":
-        """Read "official", "paper,stable=paper,beta=7" or "fa2,row_sum=bf16".
-
-        A name of `PRECISIONS` first, then any fields that differ from it.
-
-        Raises:
-            ValueError: an unknown name or field, or a value that the field does not take.
-        """
-        name, *overrides = text.split(",")
-        if name not in PRECISIONS:
-            raise ValueError(f"unknown arithmetic {name!r}; known: {', '.join(PRECISIONS)}")
-        types = {f.name: type(f.default) for f in fields(Precision)}
-        changes = {}
-        for item in overrides:
-            key, equals, value = item.partition("=")
-            if not equals or key not in types:
-                raise ValueError(f"{item!r} is not field=value with a field of {', '.join(types)}")
-            try:
-                changes[key] = value if value == "full" else types[key](value)
-            except ValueError:
-                raise ValueError(f"{key} takes {types[key].__name__}, not {value!r}") from None
-        return replace(PRECISIONS[name], **changes)
-
-    def __str__(self) -> str:
-        """The shortest text that `parse` reads back as this instance."""
-
-        def text(name):
-            base = PRECISIONS[name]
-            differing = [
-                f.name for f in fields(self) if getattr(self, f.name) != getattr(base, f.name)
-            ]
-            return ",".join([name, *(f"{key}={getattr(self, key)}" for key in differing)])
-
-        return min(map(text, PRECISIONS), key=lambda t: t.count(","))
-
-
-ROUNDING_POINTS = ("scores", "row_max", "row_sum", "pv", "accumulator", "output", "dp")
-
-_ALL_BF16 = dict.fromkeys(ROUNDING_POINTS, BF16)
-
-PRECISIONS = {
-    # The authors' published PyTorch code under autocast and torch.compile.
-    "official": Precision(**_ALL_BF16, key_tile=512, tie_tolerance=1e-3, row_sum_floor=1e-10),
-    # The paper's Algorithm 1 with one tile as long as the sequence.
-    "paper": Precision(**_ALL_BF16, key_tile="full"),
-    # FlashAttention-2: FP32 everywhere but the operands of the products and O.
-    "fa2": Precision(),
-}
+SPREAD = 0x79B1  # of the odd numbers tried, one with little bias left (scripts/rounding_bias.py)
 
 
 def reference_forward(
-    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, causal: bool, scale: float, precision: Precision
-) -> tuple[Tensor, Tensor]:
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, causal: bool, scale: float,
+    precision: Precision | str, seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention with the roundings of `precision` (Algorithm 1 of arXiv 2510.04212).
 
     Args:
-        q_BHTD, k_BHTD, v_BHTD: BF16.
+        q_BHTD, k_BHTD, v_BHTD: BF16 or FP16.
         causal: whether row i sees keys 0…i only.
         scale: factor on QKᵀ, > 0.
+        precision: of all heads, or text that `precision.of_heads` reads.
+        seed: one INT64 element, the key of stochastic rounding.
 
     Returns:
-        O [B, H, T, D], BF16 (FP32 with output="fp32"), and LSE [B, H, T], FP32 natural log.
+        O [B, H, T, D], in the dtype of q (FP32 if a head has output="fp32"), and LSE [B, H, T],
+        FP32 natural log.
     """
-    q_BHTD, k_BHTD, v_BHTD = q_BHTD.float(), k_BHTD.float(), v_BHTD.float()
-    m_BHT = q_BHTD.new_full(q_BHTD.shape[:3], -torch.inf)
-    l_BHT = torch.zeros_like(m_BHT)
-    acc_BHTD = torch.zeros_like(q_BHTD)
-
-    for rows, keys, s_BHTN in score_tiles(q_BHTD, k_BHTD, causal, scale, precision):
-        m_old = m_BHT[:, :, rows]
-        m = torch.maximum(m_old, tile_maximum(s_BHTN, precision))
-        p_BHTN = _exp(s_BHTN - m[..., None])  # FP32 argument and result
-        alpha = _exp(m_old - m)
-        tile_sum = p_BHTN.sum(-1).clamp(min=precision.row_sum_floor)
-        l_BHT[:, :, rows] = _round(alpha * l_BHT[:, :, rows] + tile_sum, precision.row_sum)
-        pv_BHTD = _round(_round(p_BHTN, BF16) @ v_BHTD[:, :, keys], precision.pv)
-        acc = _round(alpha[..., None] * acc_BHTD[:, :, rows], precision.accumulator)
-        acc_BHTD[:, :, rows] = _round(acc + pv_BHTD, precision.accumulator)
-        m_BHT[:, :, rows] = m
-
-    o_BHTD = acc_BHTD / l_BHT[..., None]
-    if precision.output == BF16:
-        o_BHTD = o_BHTD.bfloat16()
-    return o_BHTD, m_BHT + torch.log2(l_BHT) * LN2
+    arithmetics = of_heads(str(precision), q_BHTD.shape[1])
+    dtype = torch.float32 if fp32_output(str(precision)) else q_BHTD.dtype
+    o_BHTD = torch.empty_like(q_BHTD, dtype=dtype)
+    lse_BHT = q_BHTD.new_empty(q_BHTD.shape[:3], dtype=torch.float32)
+    for P, heads in _by_arithmetic(arithmetics):
+        qkv = (x[:, heads] for x in (q_BHTD, k_BHTD, v_BHTD))
+        draw = _Draw(seed, q_BHTD, heads) if P.stochastic else None
+        o, lse = _forward(*qkv, causal, scale, P, draw)
+        o_BHTD[:, heads], lse_BHT[:, heads] = o.to(dtype), lse
+    return o_BHTD, lse_BHT
 
 
 def reference_backward(
-    do_BHTD: Tensor,
-    q_BHTD: Tensor,
-    k_BHTD: Tensor,
-    v_BHTD: Tensor,
-    o_BHTD: Tensor,
-    lse_BHT: Tensor,
-    causal: bool,
-    scale: float,
-    precision: Precision,
-) -> tuple[Tensor, Tensor, Tensor]:
+    do_BHTD: Tensor, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, o_BHTD: Tensor,
+    lse_BHT: Tensor, causal: bool, scale: float, precision: Precision | str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `reference_forward`, recomputed from its O and LSE; same fix or not.
 
     Args:
@@ -182,33 +59,104 @@ def reference_backward(
         others: as given to and returned by `reference_forward`.
 
     Returns:
-        dQ, dK, dV [B, H, T, D], BF16, accumulated in FP32 and rounded once.
+        dQ, dK, dV [B, H, T, D] in the dtype of q, accumulated in FP32 and rounded once; δ
+        [B, H, T], FP32.
     """
+    inputs = (do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT)
+    gradients = [*(torch.empty_like(q_BHTD) for _ in range(3)), torch.empty_like(lse_BHT)]
+    for P, heads in _by_arithmetic(of_heads(str(precision), q_BHTD.shape[1])):
+        of_head = _backward(*(x[:, heads] for x in inputs), causal, scale, P)
+        for all_heads, gradient in zip(gradients, of_head, strict=True):
+            all_heads[:, heads] = gradient.to(all_heads.dtype)
+    return tuple(gradients)
+
+
+def _by_arithmetic(arithmetics: tuple[Precision, ...]) -> Iterator[tuple[Precision, list[int]]]:
+    for P in dict.fromkeys(arithmetics):
+        yield P, [head for head, other in enumerate(arithmetics) if other == P]
+
+
+def _forward(q_BHTD, k_BHTD, v_BHTD, causal, scale, P: Precision, draw) -> tuple[Tensor, Tensor]:
+    """`reference_forward` for heads of one arithmetic; O is FP32 that holds rounded values."""
+    dtype = q_BHTD.dtype
+    q_BHTD, k_BHTD, v_BHTD = q_BHTD.float(), k_BHTD.float(), v_BHTD.float()
+    m_BHT = q_BHTD.new_full(q_BHTD.shape[:3], -torch.inf)
+    l_BHT = torch.zeros_like(m_BHT)
+    acc_BHTD = torch.zeros_like(q_BHTD)
+
+    def rounded(x: Tensor, point: str, word: int, tile: int, rows: slice) -> Tensor:
+        """x [B, H, rows, D] as the points pv, accumulator and output round."""
+        if point != BF16:
+            return x
+        random = draw.words(tile, rows)[word] if draw else None
+        return _round_output(x, P, dtype, random)
+
+    tiles = score_tiles(q_BHTD, k_BHTD, causal, scale, P, dtype)
+    for tile, (rows, keys, s_BHTN) in enumerate(tiles):
+        m_old = m_BHT[:, :, rows]
+        m = torch.maximum(m_old, tile_maximum(s_BHTN, P, dtype))
+        p_BHTN = _exp(s_BHTN - m[..., None])  # FP32 argument and result
+        alpha = _exp(m_old - m)
+        tile_sum = p_BHTN.sum(-1).clamp(min=P.row_sum_floor)
+        l_BHT[:, :, rows] = _round(alpha * l_BHT[:, :, rows] + tile_sum, P.row_sum, dtype)
+        pv = rounded(_round(p_BHTN, BF16, dtype) @ v_BHTD[:, :, keys], P.pv, 0, tile, rows)
+        acc = rounded(alpha[..., None] * acc_BHTD[:, :, rows], P.accumulator, 1, tile, rows)
+        acc_BHTD[:, :, rows] = rounded(acc + pv, P.accumulator, 2, tile, rows)
+        m_BHT[:, :, rows] = m
+
+    o_BHTD = rounded(acc_BHTD / l_BHT[..., None], P.output, 3, 0, slice(None))
+    return o_BHTD, m_BHT + torch.log2(l_BHT) * LN2
+
+
+def _backward(do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT, causal, scale, P: Precision):
+    """`reference_backward` for heads of one arithmetic, in FP32."""
+    dtype = q_BHTD.dtype
+    if P.delta == "o_fp32":
+        o_BHTD, _ = _forward(q_BHTD, k_BHTD, v_BHTD, causal, scale, P.with_fp32_output, None)
     do_BHTD, o_BHTD = do_BHTD.float(), o_BHTD.float()
     q_BHTD, k_BHTD, v_BHTD = q_BHTD.float(), k_BHTD.float(), v_BHTD.float()
-    do_operand = _round(do_BHTD, BF16)
+    do_operand = _round(do_BHTD, BF16, dtype)
+
+    def tiles() -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Rows, keys, P and dP of each tile."""
+        for rows, keys, s_BHTN in score_tiles(q_BHTD, k_BHTD, causal, scale, P, dtype):
+            p_BHTN = _exp(s_BHTN - lse_BHT[:, :, rows, None])
+            dp_BHTN = do_operand[:, :, rows] @ v_BHTD[:, :, keys].mT
+            yield rows, keys, p_BHTN, _round(dp_BHTN, P.dp, dtype)
+
     delta_BHT1 = (do_BHTD * o_BHTD).sum(-1, keepdim=True)
+    epsilon_BHT1 = torch.zeros_like(delta_BHT1)
+    if P.delta == "dp_p":  # ε = rowsum(P ∘ (dP − δ)) / rowsum(P), and δ + ε is the new δ
+        p_sum = torch.zeros_like(delta_BHT1)
+        for rows, _, p_BHTN, dp_BHTN in tiles():
+            ds_BHTN = p_BHTN * (dp_BHTN - delta_BHT1[:, :, rows])
+            epsilon_BHT1[:, :, rows] += ds_BHTN.sum(-1, keepdim=True)
+            p_sum[:, :, rows] += p_BHTN.sum(-1, keepdim=True)
+        epsilon_BHT1 /= p_sum
+
     dq_BHTD, dk_BHTD, dv_BHTD = (torch.zeros_like(x) for x in (q_BHTD, k_BHTD, v_BHTD))
-
-    for rows, keys, s_BHTN in score_tiles(q_BHTD, k_BHTD, causal, scale, precision):
-        do = do_operand[:, :, rows]
-        p_BHTN = _exp(s_BHTN - lse_BHT[:, :, rows, None])
-        dp_BHTN = _round(do @ v_BHTD[:, :, keys].mT, precision.dp)
-        ds_BHTN = _round(p_BHTN * scale * (dp_BHTN - delta_BHT1[:, :, rows]), BF16)
-        dv_BHTD[:, :, keys] = _round(p_BHTN, BF16).mT @ do
+    for rows, keys, p_BHTN, dp_BHTN in tiles():
+        delta, epsilon = delta_BHT1[:, :, rows], epsilon_BHT1[:, :, rows]
+        p_operand = _round(p_BHTN, BF16, dtype)
+        ds_BHTN = _round(p_BHTN * scale * (dp_BHTN - (delta + epsilon)), BF16, dtype)
+        dv_BHTD[:, :, keys] = p_operand.mT @ do_operand[:, :, rows]
         dk_BHTD[:, :, keys] = ds_BHTN.mT @ q_BHTD[:, :, rows]
+        if P.delta == "dp_p":  # ε is known last there: its share of dQ is a product of its own
+            ds_BHTN = _round(p_BHTN * scale * (dp_BHTN - delta), BF16, dtype)
+            dq_BHTD[:, :, rows] -= epsilon * scale * (p_operand @ k_BHTD[:, :, keys])
         dq_BHTD[:, :, rows] += ds_BHTN @ k_BHTD[:, :, keys]
-
-    return dq_BHTD.bfloat16(), dk_BHTD.bfloat16(), dv_BHTD.bfloat16()
+    return dq_BHTD, dk_BHTD, dv_BHTD, (delta_BHT1 + epsilon_BHT1)[..., 0]
 
 
 def score_tiles(
-    q_BHTD: Tensor, k_BHTD: Tensor, causal: bool, scale: float, precision: Precision
-) -> Iterator[tuple[slice, slice, Tensor]]:
+    q_BHTD: Tensor, k_BHTD: Tensor, causal: bool, scale: float, precision: Precision,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[tuple[slice, slice, Tensor]]:  # fmt: skip
     """The logical tiles of S: the rows that see any of a tile's keys, the keys, their scores.
 
     Args:
-        q_BHTD, k_BHTD: BF16 values in FP32.
+        q_BHTD, k_BHTD: 16-bit values in FP32.
+        dtype: the 16-bit format.
 
     Yields:
         rows, keys, and S [B, H, rows, keys] in FP32, −inf where a row does not see a key.
@@ -219,31 +167,54 @@ def score_tiles(
     for start in range(0, length, tile):
         keys = slice(start, min(start + tile, length))
         rows = slice(start if causal else 0, length)
-        s_BHTN = _round(q_BHTD[:, :, rows] @ k_BHTD[:, :, keys].mT, precision.scores)
-        s_BHTN = _round(s_BHTN * scale, precision.scores)
+        s_BHTN = _round(q_BHTD[:, :, rows] @ k_BHTD[:, :, keys].mT, precision.scores, dtype)
+        s_BHTN = _round(s_BHTN * scale, precision.scores, dtype)
         if causal:
             hidden = position[keys] > position[rows, None]
             s_BHTN = s_BHTN.masked_fill(hidden, -torch.inf)
         yield rows, keys, s_BHTN
 
 
-def tile_maximum(s_BHTN: Tensor, precision: Precision) -> Tensor:
-    """What a tile proposes for m: its row maximum r_m, or with the paper's fix, where r_m occurs
-    more than once, β·r_m if r_m > 0 and 0 if r_m < 0 (arXiv 2510.04212, Algorithm 1).
+def tile_maximum(
+    s_BHTN: Tensor, precision: Precision, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """What a tile proposes for m: its row maximum r_m, or with a fix, where r_m occurs more than
+    once, another shift, which softmax does not see but rounding does.
+
+    "paper" (arXiv 2510.04212, Algorithm 1): β·r_m if r_m > 0, 0 if r_m < 0. A row with
+    |r_m| (β − 1) or |r_m| above 87 underflows as a whole, and r_m = 0 is left alone.
+
+    "bounded": r_m + c in FP32, whatever r_m is, with c from [0, 2 log 2) (`bounded_shift`). The
+    largest P̄ of a row then lies in (1/4, 1]: no row of finite scores sums to zero. Why rounding
+    loses its bias: where P̄ = 1 at two keys, the sum of their V has one bit too many; half of all
+    sums are ties, and what the other keys add decides all of them alike. Here P̄ = e^−c instead,
+    spread evenly over two octaves by the bits of r_m: the significands of P̄V and of l, and what is
+    cut off from them, are spread evenly as well, so that ties have no weight and what the other
+    keys add carries as many sums over a border upward as it leaves below one.
 
     Args:
         s_BHTN: scores of one tile, FP32, −inf where masked.
+        dtype: the 16-bit format of row_max="bf16".
 
     Returns:
         [B, H, T] FP32; −inf for rows that see no key of the tile.
     """
-    r_m = _round(s_BHTN.amax(-1), precision.row_max)
+    r_m = _round(s_BHTN.amax(-1), precision.row_max, dtype)
     if precision.stable == "off":
         return r_m
     near = (s_BHTN >= (r_m - precision.tie_tolerance)[..., None]) & (s_BHTN > -torch.inf)
     tied = near.sum(-1) > 1
-    r_m = torch.where(tied & (r_m > 0), _round(precision.beta * r_m, precision.row_max), r_m)
-    return torch.where(tied & (r_m < 0), 0.0, r_m)
+    if precision.stable == "bounded":
+        return torch.where(tied, r_m + bounded_shift(r_m), r_m)
+    shifted = _round(precision.beta * r_m, precision.row_max, dtype)
+    return torch.where(tied, torch.where(r_m > 0, shifted, 0.0), r_m)
+
+
+def bounded_shift(r_m: Tensor) -> Tensor:
+    """c of stable="bounded", FP32 from 0 to 2 log 2: the upper 16 bits of r_m, a BF16 number, times
+    an odd one, so that neighbouring maxima get values far apart and all values occur."""
+    bits = r_m.view(torch.int32) >> 16 & 0xFFFF
+    return ((bits * SPREAD + SPREAD) & 0xFFFF).float() * (2 * LN2 / 65536)
 
 
 def _exp(x: Tensor) -> Tensor:
@@ -251,5 +222,52 @@ def _exp(x: Tensor) -> Tensor:
     return torch.exp2(x * LOG2E)
 
 
-def _round(x: Tensor, to: str) -> Tensor:
-    return x.bfloat16().float() if to == BF16 else x
+def _round(x: Tensor, to: str, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).float() if to == BF16 else x
+
+
+def _round_output(x: Tensor, P: Precision, dtype: torch.dtype, random: Tensor | None) -> Tensor:
+    """FP32 values as the O points round: to `mantissa_bits`, by chance if `random` is given."""
+    kept = 10 if dtype == torch.float16 and P.mantissa_bits == 7 else P.mantissa_bits
+    cut = 23 - kept
+    bits = x.view(torch.int32).long()
+    if random is not None:
+        bits += random & (1 << cut) - 1
+    elif kept < 7:
+        bits += (1 << cut - 1) - 1 + (bits >> cut & 1)
+    else:
+        return x.to(dtype).float()
+    cut_off = (bits >> cut << cut).to(torch.int32).view(torch.float32)
+    return torch.where(x.isnan(), x, cut_off).to(dtype).float()
+
+
+class _Draw:
+    """The random bits of stochastic rounding: Philox 4×32-10 (Salmon et al. 2011), keyed by a seed,
+    counting elements of O and logical tiles, so that no two roundings share a word."""
+
+    def __init__(self, seed: Tensor, q_BHTD: Tensor, heads: list[int]):
+        self.seed = int(seed)
+        index = torch.arange(q_BHTD.numel(), device=q_BHTD.device)
+        self.index = index.view(q_BHTD.shape)[:, heads]
+
+    def words(self, tile: int, rows: slice) -> tuple[Tensor, ...]:
+        """Four words of 32 bits, INT64 [B, H, rows, D], for each element of some rows."""
+        index = self.index[:, :, rows]
+        c = [index & WORD, index >> 32, torch.full_like(index, tile), index * 0]
+        key, key_high = self.seed & WORD, self.seed >> 32 & WORD
+        for _ in range(10):
+            high_a, low_a = _multiply(0xD2511F53, c[0])
+            high_b, low_b = _multiply(0xCD9E8D57, c[2])
+            c = [high_b ^ c[1] ^ key, low_b, high_a ^ c[3] ^ key_high, low_a]
+            key, key_high = key + 0x9E3779B9 & WORD, key_high + 0xBB67AE85 & WORD
+        return tuple(c)
+
+
+WORD = 0xFFFFFFFF
+
+
+def _multiply(a: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The high and low word of a · x, both of 32 bits, without overflow of INT64."""
+    low, high = (a & 0xFFFF) * x, (a >> 16) * x
+    middle = (low >> 16) + high
+    return middle >> 16, (middle & 0xFFFF) << 16 | low & 0xFFFF

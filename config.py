@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 
-from attention_reference import Precision
-from model import PRETRAINED
+from model import PRETRAINED, of_layers
+from precision import of_heads
 
 ATTENTIONS = ("flash", "sdpa", "math")
 
@@ -58,7 +58,7 @@ class TrainConfig:
     bias: bool = False  # in linear layers and layer norms
     # attention
     attention: str = "sdpa"  # flash | sdpa | math, for all layers or one each: "math,flash,math"
-    precision: str = "official"  # official | paper | fa2, then fields: "paper,stable=paper,beta=7"
+    precision: str = "official"  # as "paper,stable=paper"; by layer "a;b", by head "a/b@0+6"
     # AdamW
     learning_rate: float = 6e-4  # the highest
     max_iters: int = 600000  # steps
@@ -97,15 +97,16 @@ class TrainConfig:
                 f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}"
             )
         layers = self.attention.split(",")
-        if len(layers) not in (1, self.n_layer) or not set(layers) <= set(ATTENTIONS):
+        if not set(layers) <= set(ATTENTIONS):
             raise ConfigError(
-                f"attention must be one of {', '.join(ATTENTIONS)}, or one of them for each of "
-                f"n_layer={self.n_layer} layers, comma-separated; got {self.attention!r}"
+                f"attention must be of {', '.join(ATTENTIONS)}, got {self.attention!r}"
             )
         try:
-            Precision.parse(self.precision)
+            of_layers(layers, self.n_layer, "attention")
+            for text in of_layers(self.precision.split(";"), self.n_layer, "precision"):
+                of_heads(text, self.n_head)
         except ValueError as error:
-            raise ConfigError(f"precision={self.precision!r}: {error}") from None
+            raise ConfigError(f"attention, precision: {error}") from None
         if self.init_from in PRETRAINED and self.block_size > 1024:
             raise ConfigError(f"block_size is at most 1024 for GPT-2, got {self.block_size}")
         if "flash" in layers:

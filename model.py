@@ -11,6 +11,7 @@ Shape suffixes: B batch, T time, C width, H heads, D head width, V vocabulary.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True  # in linear layers and layer norms; GPT-2 has it
     attention: str = "sdpa"  # flash | sdpa | math, for all layers or comma-separated for each
-    precision: str = "official"  # of flash layers, see attention_reference.Precision.parse
+    precision: str = "official"  # of flash layers, all or semicolon-separated each; precision.py
 
 
 PRETRAINED = {  # OpenAI's models, by init_from
@@ -38,6 +39,13 @@ PRETRAINED = {  # OpenAI's models, by init_from
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),
 }
+
+
+def of_layers(values: list[str], n_layer: int, key: str) -> list[str]:
+    """One value for each layer, from one for all or one each."""
+    if len(values) not in (1, n_layer):
+        raise ValueError(f"{key} is one, or one for each of n_layer={n_layer}, not {len(values)}")
+    return values * (n_layer // len(values))
 
 
 class LayerNorm(nn.Module):
@@ -53,13 +61,13 @@ class LayerNorm(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config: GPTConfig, attention: str):
+    def __init__(self, config: GPTConfig, attention: str, precision: str):
         super().__init__()
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head, self.dropout = config.n_head, config.dropout
-        self.precision = config.precision
+        self.precision = precision
         self.attend = {"flash": self._flash, "sdpa": self._sdpa, "math": self._math}[attention]
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -68,8 +76,9 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y_BHTD.transpose(1, 2).flatten(2)))
 
     def _flash(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        # The kernels' operands are BF16 whatever the rest of the model computes in.
-        qkv = (x.bfloat16() for x in (q_BHTD, k_BHTD, v_BHTD))
+        # The kernels' operands have 16 bits whatever the rest of the model computes in.
+        dtype = torch.float16 if q_BHTD.dtype == torch.float16 else torch.bfloat16
+        qkv = (x.to(dtype) for x in (q_BHTD, k_BHTD, v_BHTD))
         return flash_attention(*qkv, causal=True, precision=self.precision).to(q_BHTD.dtype)
 
     def _sdpa(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
@@ -99,10 +108,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, attention: str):
+    def __init__(self, config: GPTConfig, attention: str, precision: str):
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, config.bias)
-        self.attn = CausalSelfAttention(config, attention)
+        self.attn = CausalSelfAttention(config, attention, precision)
         self.ln_2 = LayerNorm(config.n_embd, config.bias)
         self.mlp = MLP(config)
 
@@ -115,17 +124,14 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        attentions = config.attention.split(",")
-        if len(attentions) == 1:
-            attentions *= config.n_layer
-        if len(attentions) != config.n_layer:
-            raise ValueError(f"{len(attentions)} attentions for {config.n_layer} layers")
+        attentions = of_layers(config.attention.split(","), config.n_layer, "attention")
+        precisions = of_layers(config.precision.split(";"), config.n_layer, "precision")
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.vocab_size, config.n_embd),
                 wpe=nn.Embedding(config.block_size, config.n_embd),
                 drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList(Block(config, attention) for attention in attentions),
+                h=nn.ModuleList(map(partial(Block, config), attentions, precisions)),
                 ln_f=LayerNorm(config.n_embd, config.bias),
             )
         )

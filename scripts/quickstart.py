@@ -16,9 +16,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from plot_runs import draw
-from rounding_bias import signed_error, tied_rows
+from rounding_bias import signed_errors, tied_rows
 
-from attention_reference import Precision
 from diagnostics import read_metrics
 
 ARMS = {
@@ -62,7 +61,7 @@ def mechanism(device: str) -> list[str]:
         inputs = tied_rows(20_000, ties, gap=12.0, seed=0)
         cells = []
         for text in arithmetics.values():
-            mean, error = signed_error(*inputs, Precision.parse(text), device)
+            (mean, error), _ = signed_errors(*inputs, text, device)
             cells.append(f"{mean:+.1e} ± {error:.0e}")
         lines.append(f"{ties:>8}" + "".join(f"{cell:>24}" for cell in cells))
     return lines

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from attention_reference import Precision, score_tiles, tile_maximum
+from attention_reference import score_tiles, tile_maximum
 from batches import Batches
 from checkpoints import initial_model
 from config import ConfigError, parse_args
+from precision import Precision
 
 COLUMNS = ("layer", "rows × tiles", "repeated", "largest r_m", "under 1e-10", "underflow")
 

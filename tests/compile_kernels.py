@@ -1,12 +1,15 @@
 """Compile every kernel for a GPU that need not be there, and print the shared memory of each."""
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import flash_attn_stable as fas
-from attention_reference import Precision
-from attention_tiles import backward_tiles, constants, forward_tiles
+from attention_tiles import arithmetics, dkdv_tiles, dq_tiles, forward_tiles
+from flash_attn_backward import _dkdv_kernel, _dq_kernel
+from flash_attn_stable import _forward_kernel
+
+ARITHMETICS = ("fa2", "official,stable=paper", "official,delta=dp_p,stable=bounded/fa2@1")
 
 
 def shared_memory(kernel, capability: int, constants: dict, options: dict) -> int:
@@ -20,6 +23,7 @@ def shared_memory(kernel, capability: int, constants: dict, options: dict) -> in
             aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(3)}
         else:
             types = {"scale": "fp32", "H": "i32", "T": "i32", "lse": "*fp32", "delta": "*fp32"}
+            types |= {"kinds": "*i32", "seed": "*i64"}
             signature[name] = types.get(name, "*bf16")
             if name not in ("scale", "H"):
                 aligned[(i,)] = [["tt.divisibility", 16]]
@@ -30,15 +34,13 @@ def shared_memory(kernel, capability: int, constants: dict, options: dict) -> in
 
 def main(capability: int, shared: int):
     for D in (64, 128):
-        for arithmetic in ("fa2", "official,stable=paper"):
-            P = Precision.parse(arithmetic)
-            dkdv, dq = backward_tiles(D, shared)
+        for text in ARITHMETICS:
+            A = arithmetics(text, 2, 1024, D, True, D**-0.5, torch.bfloat16)
             kernels = [
-                (fas._forward_kernel, *forward_tiles(1024, D, P, shared)),
-                (fas._dkdv_kernel, *dkdv),
-                (fas._dq_kernel, *dq),
+                (_forward_kernel, *forward_tiles(A, 1024, shared)),
+                (_dq_kernel, *dq_tiles(A, shared)),
+                (_dkdv_kernel, *dkdv_tiles(A, shared)),
             ]
-            for kernel, tile, options in kernels:
-                C = constants(D, True, 0.125, P, **tile)
-                used = shared_memory(kernel, capability, {"C": C}, options)
-                print(D, arithmetic, kernel.__name__, used)
+            for kernel, tiled, options in kernels:
+                used = shared_memory(kernel, capability, {"A": tiled}, options)
+                print(D, text, kernel.__name__, used)

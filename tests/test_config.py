@@ -6,8 +6,8 @@ import re
 import pytest
 from conftest import ROOT
 
-from attention_reference import PRECISIONS, Precision
 from config import FIELDS, ConfigError, TrainConfig, help_text, parse_args
+from precision import PRECISIONS, Precision
 
 SELF_EXPLANATORY = ["wandb_project", "wandb_run_name", "n_layer", "n_head", "beta1", "beta2"]
 SELF_EXPLANATORY += ["min_lr"]
@@ -49,13 +49,18 @@ def test_files_then_flags_in_their_order(tmp_path):
         ("--batchsize=4", "unknown key 'batchsize'"),
         ("--compile=maybe", "compile must be bool, got 'maybe'"),
         ("--dtype=bf16", "dtype must be auto | float32 | bfloat16 | float16, got 'bf16'"),
-        ("--attention=flash,sdpa", "for each of n_layer=12 layers"),
-        ("--attention=fast", "attention must be one of flash, sdpa, math"),
+        ("--attention=flash,sdpa", "attention is one, or one for each of n_layer=12, not 2"),
+        ("--attention=fast", "attention must be of flash, sdpa, math"),
         ("--precision=paper,beta=x", "beta takes float, not 'x'"),
         ("--precision=paper,beta=1", "beta is a finite number above 1"),
         ("--precision=paper,key_tile=24", "key_tile is a positive multiple of 16 or 'full'"),
         ("--seed=-1", "seed must be from 0 to"),
         ("--precision=mine", "unknown arithmetic 'mine'"),
+        ("--precision=paper,mantissa_bits=1", "mantissa_bits is an int from 2 to 7, not 1"),
+        ("--precision=paper,delta=p", "delta is 'o' or 'o_fp32' or 'dp_p', not 'p'"),
+        ("--precision=paper;fa2", "precision is one, or one for each of n_layer=12, not 2"),
+        ("--precision=paper/fa2@12", "with heads 0 to 11"),
+        ("--precision=paper/fa2@1/official@1", "head 1 has two arithmetics"),
         ("--micro_batch_size=7", "micro_batch_size must divide"),
         ("nowhere.py", "no config file 'nowhere.py'"),
         ("batch_size=4", "did you mean --batch_size=4"),
