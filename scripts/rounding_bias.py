@@ -119,7 +119,8 @@ def draw(results: dict, arithmetics: list[str], png: str, device: str):
                     means, errors = zip(*points, strict=True)
                     label = text if sign < 0 else None
                     options = dict(color=f"C{i}", markersize=4, linewidth=1.2, label=label)
-                    panel.errorbar(GAPS, means, errors, fmt=style, **options)
+                    gaps = [gap + 0.07 * i for gap in GAPS]  # beside each other where they agree
+                    panel.errorbar(gaps, means, errors, fmt=style, **options)
             panel.axhline(0, color="black", linewidth=0.6)
             panel.grid(alpha=0.3)
             if which == 0:
@@ -127,9 +128,10 @@ def draw(results: dict, arithmetics: list[str], png: str, device: str):
             else:
                 panel.set_xlabel("other keys below the maximum by")
         row[0].set_ylabel(f"mean error of {'O' if which == 0 else 'δ'}")
-    axes[0, -1].legend(fontsize=8)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(arithmetics), frameon=False)
     figure.suptitle(f"Signed mean error by repeated maxima ({device}); V < 0 solid, V > 0 dotted")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(png, dpi=110)
 
 
