@@ -9,11 +9,12 @@ Shape suffixes: B batch, H heads, T length, D head width, N keys of one tile.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from precision import BF16, Precision, fp32_output, of_heads
+from precision import BF16, FP32_OUTPUT, Precision, fp32_output, of_heads
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 SPREAD = 0x79B1  # of the odd numbers tried, one with little bias left (scripts/rounding_bias.py)
@@ -112,7 +113,7 @@ def _backward(do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT, causal, scale, P
     """`reference_backward` for heads of one arithmetic, in FP32."""
     dtype = q_BHTD.dtype
     if P.delta == "o_fp32":
-        o_BHTD, _ = _forward(q_BHTD, k_BHTD, v_BHTD, causal, scale, P.with_fp32_output, None)
+        o_BHTD, _ = _forward(q_BHTD, k_BHTD, v_BHTD, causal, scale, replace(P, **FP32_OUTPUT), None)
     do_BHTD, o_BHTD = do_BHTD.float(), o_BHTD.float()
     q_BHTD, k_BHTD, v_BHTD = q_BHTD.float(), k_BHTD.float(), v_BHTD.float()
     do_operand = _round(do_BHTD, BF16, dtype)
@@ -124,7 +125,7 @@ def _backward(do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT, causal, scale, P
             dp_BHTN = do_operand[:, :, rows] @ v_BHTD[:, :, keys].mT
             yield rows, keys, p_BHTN, _round(dp_BHTN, P.dp, dtype)
 
-    delta_BHT1 = (do_BHTD * o_BHTD).sum(-1, keepdim=True)
+    delta_BHT1 = (do_BHTD * o_BHTD).sum(-1, keepdim=True) * (1 + P.delta_error)
     epsilon_BHT1 = torch.zeros_like(delta_BHT1)
     if P.delta == "dp_p":  # ε = rowsum(P ∘ (dP − δ)) / rowsum(P), and δ + ε is the new δ
         p_sum = torch.zeros_like(delta_BHT1)

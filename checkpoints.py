@@ -84,7 +84,8 @@ def initial_model(config: TrainConfig) -> tuple[GPT, dict]:
     checkpoint = {}
     if config.init_from == "resume":
         checkpoint = load_checkpoint(Path(config.out_dir) / "ckpt.pt", config)
-    chosen = dict(dropout=config.dropout, attention=config.attention, precision=config.precision)
+    keys = ("dropout", "attention", "precision", "qk_norm")
+    chosen = {key: getattr(config, key) for key in keys}
     if config.init_from in PRETRAINED:
         try:
             model = GPT.from_pretrained(config.init_from, **chosen)

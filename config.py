@@ -36,6 +36,7 @@ class TrainConfig:
     eval_iters: int = 200  # batches an evaluation averages over, in each split
     eval_only: bool = False  # evaluate once, then exit
     log_interval: int = 1  # steps between lines of metrics.jsonl
+    log_attention: bool = False  # at evaluations: rows of dS, norms of W_Q, scores, by layer
     always_save_checkpoint: bool = True  # at each evaluation, not only when validation improves
     stop_on_explosion: bool = False  # end the run once an explosion event is reported
     # wandb
@@ -56,6 +57,7 @@ class TrainConfig:
     n_embd: int = 768  # width; a head is n_embd / n_head wide
     dropout: float = 0.0  # not inside flash attention, which has none
     bias: bool = False  # in linear layers and layer norms
+    qk_norm: bool = False  # queries and keys of a head at RMS 1; not in GPT-2
     # attention
     attention: str = "sdpa"  # flash | sdpa | math, for all layers or one each: "math,flash,math"
     precision: str = "official"  # as "paper,stable=paper"; by layer "a;b", by head "a/b@0+6"

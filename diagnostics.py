@@ -10,10 +10,14 @@ import platform
 import resource
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+
+from config import TrainConfig
+from model import GPT
 
 # Dense BF16 tensor-core peak, FLOP/s, from the vendors' data sheets; the first match counts.
 PEAK_FLOPS = {
@@ -39,8 +43,8 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def environment(device: torch.device, world_size: int) -> dict:
-    """What a record must name: versions, hardware, commit."""
+def about(config: TrainConfig, model: GPT, device: torch.device, world_size: int) -> dict:
+    """What a record must name: the config, the model's size, versions, hardware, commit."""
     try:
         import triton
 
@@ -53,15 +57,31 @@ def environment(device: torch.device, world_size: int) -> dict:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
     except OSError:
         commit = None
-    return {
+    environment = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton_version,
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "world_size": world_size,
+        "parameters": model.num_params(),
         "commit": commit,
     }
+    return {"config": asdict(config), "environment": environment}
+
+
+def summary(config: TrainConfig, model: GPT, devices: str, dtype: torch.dtype) -> str:
+    """What a run prints about itself before it starts."""
+    total, without = model.num_params(), model.num_params(positions=False)
+    return (
+        f"number of parameters: {total / 1e6:.2f}M ({without / 1e6:.2f}M without positions)\n"
+        f"tokens per step: {config.tokens_per_iter:,}; {devices}, {dtype}\n"
+        f"attention: {config.attention}, precision: {config.precision}"
+    )
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient norm was NaN or infinite; it has not reached the weights."""
 
 
 class LossWatch:

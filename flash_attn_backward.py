@@ -88,7 +88,7 @@ def _dq(
     b_o = load_rows(of_head(o, i_bh, H, stride_o), start_q, stride_o, T, C, C.BM)
     o_q = start_q + tl.arange(0, C.BM)
     b_lse = load_vector(lse + i_bh * T, start_q, T, C, C.BM)
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1) * (1 + C.P.delta_error)
     b_do = operand(b_do, C)
 
     b_dq = tl.full([C.BM, C.BD], 0.0, dtype=tl.float32)

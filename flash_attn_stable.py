@@ -53,7 +53,7 @@ from attention_blocks import (
 from attention_reference import SPREAD, reference_backward, reference_forward
 from attention_tiles import arithmetic_of_head, arithmetics, forward_tiles, shared_memory
 from flash_attn_backward import triton_backward
-from precision import Precision, fp32_output, of_heads, with_fp32_output
+from precision import FP32_OUTPUT, Precision, changed, fp32_output, of_heads
 
 MAX_HEAD_DIM = 128
 SPREAD = tl.constexpr and tl.constexpr(SPREAD)
@@ -365,10 +365,35 @@ def output_for_delta(q, k, v, o, causal: bool, scale: float, precision: str) -> 
     wanted = [P.delta == "o_fp32" for P in of_heads(precision, q.shape[1])]
     if not any(wanted):
         return o
-    recomputed, _ = triton_forward(q, k, v, causal, scale, with_fp32_output(precision))
+    recomputed, _ = triton_forward(q, k, v, causal, scale, changed(precision, **FP32_OUTPUT))
     if all(wanted):
         return recomputed
     return torch.where(torch.tensor(wanted, device=q.device)[:, None, None], recomputed, o)
+
+
+@torch.no_grad()
+def delta_gap(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool, scale: float, precision: str
+) -> tuple[Tensor, Tensor]:
+    """What δ of the backward pass lacks to agree with its P and dP.
+
+    Args:
+        q, k, v, do: [B, H, T, D], as of `flash_attention`; do is the gradient of its result.
+
+    Returns:
+        Σ_j dS_j / (scale · Σ_j P_j) = rowsum(dP ∘ P) / rowsum(P) − δ, and δ, FP32 [B, H, T].
+    """
+    options = (causal, scale, precision)
+    if q.is_cuda:
+        o, lse = triton_forward(q, k, v, *options)
+        o, backward = output_for_delta(q, k, v, o, *options), triton_backward
+    else:
+        o, lse = reference_forward(q, k, v, *options)
+        backward = reference_backward
+    deltas = []
+    for text in (precision, changed(precision, delta="dp_p", delta_error=0.0)):
+        deltas.append(backward(do.to(o.dtype), q, k, v, o, lse, causal, scale, text)[3])
+    return deltas[1] - deltas[0], deltas[0]
 
 
 def _empty_outputs(q: Tensor, precision: str) -> tuple[Tensor, Tensor]:

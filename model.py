@@ -31,6 +31,7 @@ class GPTConfig:
     bias: bool = True  # in linear layers and layer norms; GPT-2 has it
     attention: str = "sdpa"  # flash | sdpa | math, for all layers or comma-separated for each
     precision: str = "official"  # of flash layers, all or semicolon-separated each; precision.py
+    qk_norm: bool = False  # q and k of a head at RMS 1: bounds the scores; not in GPT-2
 
 
 PRETRAINED = {  # OpenAI's models, by init_from
@@ -67,19 +68,25 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head, self.dropout = config.n_head, config.dropout
-        self.precision = precision
+        self.kind, self.precision, self.qk_norm = attention, precision, config.qk_norm
         self.attend = {"flash": self._flash, "sdpa": self._sdpa, "math": self._math}[attention]
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         qkv_BTC = self.c_attn(x_BTC).split(x_BTC.shape[2], dim=2)
-        y_BHTD = self.attend(*(x.unflatten(2, (self.n_head, -1)).transpose(1, 2) for x in qkv_BTC))
+        q, k, v = (x.unflatten(2, (self.n_head, -1)).transpose(1, 2) for x in qkv_BTC)
+        if self.qk_norm:
+            q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))
+        y_BHTD = self.attend(q, k, v)
         return self.resid_dropout(self.c_proj(y_BHTD.transpose(1, 2).flatten(2)))
 
     def _flash(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        # The kernels' operands have 16 bits whatever the rest of the model computes in.
-        dtype = torch.float16 if q_BHTD.dtype == torch.float16 else torch.bfloat16
-        qkv = (x.to(dtype) for x in (q_BHTD, k_BHTD, v_BHTD))
+        qkv = (x.to(self.operand_dtype(x)) for x in (q_BHTD, k_BHTD, v_BHTD))
         return flash_attention(*qkv, causal=True, precision=self.precision).to(q_BHTD.dtype)
+
+    @staticmethod
+    def operand_dtype(x: Tensor) -> torch.dtype:
+        """Of the kernels' operands: 16 bits whatever the rest of the model computes in."""
+        return torch.float16 if x.dtype == torch.float16 else torch.bfloat16
 
     def _sdpa(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0

@@ -49,6 +49,7 @@ class Precision:
     # δ of the backward pass: o: from O as rounded; o_fp32: from an O recomputed with row_sum, pv,
     # accumulator and output in FP32; dp_p: rowsum(dP ∘ P) / rowsum(P), so rows of dS sum to zero
     delta: str = "o"
+    delta_error: float = 0.0  # δ times 1 + this: what an O that is off by as much does to gradients
     # m where a row's maximum r_m is repeated: off: r_m; paper: β·r_m if r_m > 0, 0 if r_m < 0
     # (section 4, Algorithm 1); bounded: r_m + c, 0 ≤ c < 2 log 2, attention_reference.tile_maximum
     stable: str = "off"
@@ -68,6 +69,10 @@ class Precision:
             raise ValueError(f"key_tile is a positive multiple of 16 or 'full', not {tile!r}")
         if not (type(self.mantissa_bits) is int and 2 <= self.mantissa_bits <= 7):
             raise ValueError(f"mantissa_bits is an int from 2 to 7, not {self.mantissa_bits!r}")
+        if not -1 < self.delta_error < 1:
+            raise ValueError(f"delta_error is a number from -1 to 1, not {self.delta_error!r}")
+        if self.delta_error and self.delta == "dp_p":
+            raise ValueError("delta_error is for δ = o or o_fp32, not dp_p")
         if not 1 < self.beta < float("inf"):
             raise ValueError(f"beta is a finite number above 1, not {self.beta!r}")
         if not 0 <= self.tie_tolerance < float("inf"):
@@ -80,11 +85,6 @@ class Precision:
         """Whether a call draws random bits."""
         points = (self.pv, self.accumulator, self.output)
         return self.rounding == "stochastic" and BF16 in points
-
-    @property
-    def with_fp32_output(self) -> "Precision":
-        """The same arithmetic with l and O in FP32: what delta="o_fp32" recomputes."""
-        return replace(self, row_sum=FP32, pv=FP32, accumulator=FP32, output=FP32, delta="o")
 
     @staticmethod
     @lru_cache
@@ -129,6 +129,8 @@ CHOICES = {
     "delta": ("o", "o_fp32", "dp_p"),
     "stable": ("off", "paper", "bounded"),
 }
+
+FP32_OUTPUT = dict(row_sum=FP32, pv=FP32, accumulator=FP32, output=FP32, delta="o")  # for o_fp32
 
 _ALL_BF16 = dict.fromkeys(ROUNDING_POINTS, BF16)
 
@@ -177,7 +179,7 @@ def fp32_output(text: str) -> bool:
 
 
 @lru_cache
-def with_fp32_output(text: str) -> str:
-    """Each arithmetic of `text` with l and O in FP32."""
+def changed(text: str, **fields) -> str:
+    """Each arithmetic of `text` with some fields replaced."""
     parts = [part.partition("@") for part in text.split("/")]
-    return "/".join(f"{Precision.parse(P).with_fp32_output}{at}{heads}" for P, at, heads in parts)
+    return "/".join(f"{replace(Precision.parse(P), **fields)}{at}{heads}" for P, at, heads in parts)

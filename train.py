@@ -22,16 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import diagnostics
+from attention_statistics import attention_statistics
 from batches import Batches, Recorder
 from checkpoints import Checkpoints, initial_model, prepare_out_dir, restore_optimizer
 from config import ConfigError, TrainConfig, parse_args
-from diagnostics import LossWatch, MetricsLog, environment, memory_gib, peak_flops, start_wandb
+from diagnostics import LossWatch, MetricsLog, NonFiniteError, start_wandb
 from model import GPT, PRETRAINED
 from processes import choose_dtype, start_process, together
-
-
-class NonFiniteError(ArithmeticError):
-    """A loss or gradient norm was NaN or infinite; it has not reached the weights."""
 
 
 @dataclass
@@ -112,17 +110,14 @@ def open_logs(run: Run):
     config = run.config
     if config.record_batches:
         run.recorder = Recorder(config.record_batches, run.start_iter)
-    about = {"config": asdict(config), "environment": environment(run.device, run.world_size)}
+    about = diagnostics.about(config, run.raw_model, run.device, run.world_size)
     out = prepare_out_dir(config, about)
     wandb_run = start_wandb(about, str(out), run.wandb_id) if config.wandb_log else None
     run.wandb_id = wandb_run.id if wandb_run else run.wandb_id
     run.log = MetricsLog(out / "metrics.jsonl", run.start_iter, wandb_run)
     run.checkpoints = Checkpoints(out, run.watch, run.start_iter)
-    total, without = run.raw_model.num_params(), run.raw_model.num_params(positions=False)
-    print(f"number of parameters: {total / 1e6:.2f}M ({without / 1e6:.2f}M without positions)")
-    device = about["environment"]["device"]
-    print(f"tokens per step: {config.tokens_per_iter:,}; {run.world_size} × {device}, {run.dtype}")
-    print(f"attention: {config.attention}, precision: {config.precision}")
+    devices = f"{run.world_size} × {about['environment']['device']}"
+    print(diagnostics.summary(config, run.raw_model, devices, run.dtype))
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -170,7 +165,11 @@ def evaluate(run: Run, step: int):
     began = time.perf_counter()
     losses = estimate_loss(run)
     if run.rank == 0:
-        run.log.write({"iter": step, "train/loss": losses["train"], "val/loss": losses["val"]})
+        line = {"iter": step, "train/loss": losses["train"], "val/loss": losses["val"]}
+        if run.config.log_attention:
+            tokens = next(run.batches.evaluation("train", 0))
+            line |= attention_statistics(run.raw_model, lambda: forward(run, run.raw_model, tokens))
+        run.log.write(line)
     is_best = losses["val"] < run.best_val_loss
     run.best_val_loss = min(run.best_val_loss, losses["val"])
     if step > run.start_iter and (is_best or run.config.always_save_checkpoint):
@@ -208,8 +207,8 @@ def train(run: Run):
     """
     config, optimizer, scaler = run.config, run.optimizer, run.scaler
     params = list(run.raw_model.parameters())
-    # Becomes 1 with the first loss or gradient norm that is not finite, and stays so. The fused
-    # optimizer reads it on the device and leaves the weights alone; nobody waits for it.
+    # Becomes 1 with the first loss or gradient norm that is not finite, and stays so: the fused
+    # optimizer reads it on the device and leaves the weights alone.
     non_finite = torch.zeros((), device=run.device)
 
     for step in range(run.start_iter, config.max_iters + 1):
@@ -289,13 +288,13 @@ def report(run: Run, step: int, lr: float):
     now, speed, mfu = time.perf_counter(), None, None
     if run.interval_started is not None:  # not while compiling
         speed = (step - run.reported) * config.tokens_per_iter / (now - run.interval_started)
-        if peak := peak_flops(run.device):
+        if peak := diagnostics.peak_flops(run.device):
             mfu = speed * run.raw_model.flops_per_token() / (peak * run.world_size)
     run.interval_started, run.reported = now, step
     if run.rank == 0:
-        line = {"iter": step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
+        line = {"iter": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "mfu": mfu}
         line |= {"tokens": (step + 1) * config.tokens_per_iter, "tokens_per_second": speed}
-        line |= {"mfu": mfu, "memory_gib": memory_gib(run.device), "time": now - run.started}
+        line |= {"memory_gib": diagnostics.memory_gib(run.device), "time": now - run.started}
         run.log.write(line)
 
     signalled = torch.tensor(float(run.signalled > 0), device=run.device)

@@ -1,0 +1,17 @@
+"""Does the original arithmetic explode, and what holds? 5 mantissa bits for O; five seeds."""
+
+base = "configs/fast_coarse.py"
+arms = {
+    "original": ["--precision=paper,mantissa_bits=5"],
+    "paper's fix": ["--precision=paper,mantissa_bits=5,stable=paper"],
+    "bounded shift": ["--precision=paper,mantissa_bits=5,stable=bounded"],
+    "δ = dP·P": ["--precision=paper,mantissa_bits=5,delta=dp_p"],
+    "control (O in FP32)": ["--precision=paper,row_sum=fp32,pv=fp32,accumulator=fp32,output=fp32"],
+}
+seeds = [0, 1, 2, 3, 4]
+compare = [
+    ("original", "control (O in FP32)"),
+    ("original", "δ = dP·P"),
+    ("original", "paper's fix"),
+    ("original", "bounded shift"),
+]

@@ -1,0 +1,315 @@
+"""
+Train a grid of runs, several at a time on one machine, and map which of them explode.
+
+    python scripts/rounding_map.py configs/grids/points.py --dataset=<folder> [--jobs=5]
+        [--out=out/grids] [--summary=FILE] [any flag of train.py]
+
+A grid is a Python file: `base`, a config; `flags` for all runs; `arms`, name → flags; `seeds`; and
+`compare`, pairs of arms for Fisher's exact test. An arm named "a | b" stands in row a and column b
+of the map. Runs that ended are kept, interrupted ones go on. After every run the folder has
+summary.json, table.md and map.png; --summary adds the grid to a file of several.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import runpy
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from diagnostics import read_metrics
+
+KEYS = {"base": str, "flags": list, "arms": dict, "seeds": list, "compare": list}
+LAST = 100  # steps that a final loss is the mean of
+
+
+@dataclass
+class Task:
+    """One run: an arm with a seed."""
+
+    arm: str
+    seed: int
+    flags: list[str]
+    out: Path
+    process: subprocess.Popen | None = None
+    started: float = 0.0
+
+    @property
+    def ended(self) -> dict | None:
+        """What was noted when train.py ended by itself; None while it has not."""
+        path = self.out / "ended.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def start(self, base: str):
+        """Start train.py, from its last checkpoint if there is one."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "train.py", base, f"--out_dir={self.out}", f"--seed={self.seed}"]
+        command += self.flags
+        if (self.out / "ckpt.pt").exists():
+            command.append("--init_from=resume")
+        log = open(self.out / "log.txt", "a")  # noqa: SIM115, the child's
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        log.close()
+        self.started = time.time()
+
+    def finish(self) -> str:
+        """Note the end of a run that came to one, and say in a line how it went.
+
+        Raises:
+            RuntimeError: train.py failed; a loss that is not finite (exit code 3) is a result.
+        """
+        code = self.process.returncode
+        if code not in (0, 3):
+            last = (self.out / "log.txt").read_text().strip().splitlines()[-1:]
+            raise RuntimeError(f"{self.arm}, seed {self.seed}: exit code {code}: {''.join(last)}")
+        write(self.out / "ended.json", json.dumps({"start": self.started, "end": time.time()}))
+        for name in ("ckpt.pt", "ckpt_best.pt"):
+            (self.out / name).unlink(missing_ok=True)
+        r = result(self)
+        how = f"exploded at {r['explosion_step']}" if r["explosion_step"] else "did not explode"
+        return f"{self.arm}, seed {self.seed}: {how}, final loss {r['final_loss'] or math.nan:.3f}"
+
+
+def write(path: Path, text: str):
+    """Write a file whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def read_grid(path: str) -> dict:
+    """The grid of a file.
+
+    Raises:
+        ValueError: not a grid.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"no grid file {path!r}")
+    names = {k: v for k, v in runpy.run_path(path).items() if k[0] != "_"}
+    grid = {"flags": [], "seeds": [0], "compare": []} | names
+    for key, kind in KEYS.items():
+        if not isinstance(grid.get(key), kind):
+            raise ValueError(f"{path}: {key} must be a {kind.__name__}, got {grid.get(key)!r}")
+    unknown = {arm for pair in grid["compare"] for arm in pair} - set(grid["arms"])
+    if unknown or set(grid) - set(KEYS):
+        raise ValueError(f"{path}: unknown {sorted(unknown) or sorted(set(grid) - set(KEYS))}")
+    return grid
+
+
+def result(task: Task) -> dict:
+    """What one run shows, from its metrics."""
+    lines = read_metrics(task.out / "metrics.jsonl")
+    events = {x["event"]: x["iter"] for x in reversed(lines) if "event" in x}  # the first of each
+    points = [(x["iter"], x["loss"]) for x in lines if x.get("loss") is not None]
+    last = max((step for step, _ in points), default=0)
+    final = [loss for step, loss in points if step > last - LAST]
+    return {
+        "seeds": task.seed,
+        "explosion_step": events.get("explosion", events.get("non_finite")),
+        "rise_step": events.get("rise"),
+        "final_loss": statistics.fmean(final) if final else None,
+        "steps": last + 1,
+    }
+
+
+def busy_minutes(tasks: list[Task]) -> float:
+    """Wall time in which at least one of the runs that ended was running."""
+    spans = sorted((t.ended["start"], t.ended["end"]) for t in tasks if t.ended)
+    total, until = 0.0, -math.inf
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total / 60
+
+
+def fisher(exploded: int, of: int, other_exploded: int, other_of: int) -> float:
+    """Two-sided p of Fisher's exact test that both explode alike."""
+    total, both = of + other_of, exploded + other_exploded
+
+    def chance(k: int) -> float:
+        return math.comb(of, k) * math.comb(other_of, both - k) / math.comb(total, both)
+
+    observed = chance(exploded) * (1 + 1e-9)
+    possible = range(max(0, both - other_of), min(of, both) + 1)
+    return sum(p for k in possible if (p := chance(k)) <= observed)
+
+
+def summarize(grid: dict, tasks: list[Task]) -> dict:
+    """What the runs that ended show: for each arm, lists with an element a seed."""
+    arms = {}
+    for arm in grid["arms"]:
+        ended = [t for t in tasks if t.arm == arm and t.ended]
+        if not ended:
+            continue
+        rows = [result(t) for t in ended]
+        config = json.loads((ended[0].out / "config.json").read_text())
+        about = json.loads((ended[0].out / "environment.json").read_text())
+        flash = "flash" in config["attention"]
+        arms[arm] = {key: [row[key] for row in rows] for key in rows[0]} | {
+            "tokens_per_step": config["batch_size"]
+            * config["gradient_accumulation_steps"]
+            * config["block_size"],
+            "parameters": about["parameters"],
+            "arithmetic": config["precision"] if flash else config["attention"],
+        }
+    seeds = {t.seed for t in tasks if t.ended}
+    tests = {}
+    for first, second in grid["compare"]:
+        if first in arms and second in arms:
+            counts = [x for arm in (first, second) for x in exploded(arms[arm])]
+            tests[f"{first} against {second}"] = fisher(*counts)
+    return {
+        "wall_minutes_a_seed": busy_minutes(tasks) / max(1, len(seeds)),
+        "arms": arms,
+        "fisher_exact_p": tests,
+    }
+
+
+def exploded(arm: dict) -> tuple[int, int]:
+    """How many of how many seeds."""
+    return sum(step is not None for step in arm["explosion_step"]), len(arm["seeds"])
+
+
+def table(summary: dict) -> str:
+    """The summary in Markdown."""
+    lines = ["| arm | arithmetic | exploded | at step | rise at | final loss |", "|---" * 6 + "|"]
+    for name, arm in summary["arms"].items():
+        losses = [x for x in arm["final_loss"] if x is not None]
+        spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
+        loss = f"{statistics.fmean(losses):.3f}{spread}" if losses else "–"
+        steps, rises = (
+            ", ".join("–" if x is None else f"{x:,}" for x in arm[key])
+            for key in ("explosion_step", "rise_step")
+        )
+        count, of = exploded(arm)
+        cells = [name.replace("|", "·"), f"`{arm['arithmetic']}`", f"{count} of {of}", steps, rises]
+        lines.append("| " + " | ".join([*cells, loss]) + " |")
+    lines += [f"\n{pair}: p = {p:.2g} (Fisher)" for pair, p in summary["fisher_exact_p"].items()]
+    lines.append(f"\nwall minutes a seed, all arms: {summary['wall_minutes_a_seed']:.1f}")
+    return "\n".join(lines) + "\n"
+
+
+def draw(summary: dict, png: Path, title: str):
+    """A cell for each arm: how many seeds exploded, and when; dark is early."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    places = {name: ([*re.split(r" \| ", name), ""])[:2] for name in summary["arms"]}
+    rows, columns = (list(dict.fromkeys(place[i] for place in places.values())) for i in (0, 1))
+    size = (2.6 + 1.5 * len(columns), 1.2 + 0.45 * len(rows))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    longest = max(max(arm["steps"]) for arm in summary["arms"].values())
+    shades = plt.get_cmap("OrRd_r")
+    for name, arm in summary["arms"].items():
+        y, x = rows.index(places[name][0]), columns.index(places[name][1])
+        steps = [step for step in arm["explosion_step"] if step is not None]
+        share = statistics.fmean(steps) / longest if steps else 1.0
+        axes.add_patch(plt.Rectangle((x, y), 1, 1, color=shades(share) if steps else "#d9ead3"))
+        text = ", ".join(f"{step:,}" for step in steps) if steps else f"none in {longest:,}"
+        axes.text(x + 0.5, y + 0.35, text, ha="center", va="center", fontsize=8)
+        count, of = exploded(arm)
+        axes.text(x + 0.5, y + 0.75, f"{count} of {of}", ha="center", va="center", fontsize=7)
+    axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0), title=title)
+    axes.set_xticks([i + 0.5 for i in range(len(columns))], columns)
+    axes.set_yticks([i + 0.5 for i in range(len(rows))], rows)
+    axes.tick_params(length=0)
+    figure.savefig(png, dpi=130)
+    plt.close(figure)
+
+
+def publish(grid: dict, tasks: list[Task], out: Path, name: str, collection: Path | None):
+    """Write summary, table and map of what has ended."""
+    summary = summarize(grid, tasks)
+    if not summary["arms"]:
+        return
+    write(out / "summary.json", json.dumps({name: summary}, indent=1) + "\n")
+    write(out / "table.md", table(summary))
+    draw(summary, out / "map.png", f"{name}: step of the explosion")
+    if collection:
+        recipes = json.loads(collection.read_text()) if collection.exists() else {}
+        write(collection, json.dumps(recipes | {name: summary}, indent=1) + "\n")
+
+
+def run_all(grid: dict, tasks: list[Task], jobs: int, published) -> list[str]:
+    """Run what has not ended, `jobs` at a time; what failed, a line each."""
+    waiting = [t for t in tasks if not t.ended]
+    print(
+        f"{len(tasks)} runs, {len(tasks) - len(waiting)} ended before, {jobs} at a time", flush=True
+    )
+    running, failed = [], []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(waiting.pop(0))
+                running[-1].start(grid["base"])
+            time.sleep(0.5)
+            for task in [t for t in running if t.process.poll() is not None]:
+                running.remove(task)
+                try:
+                    left = f"{len(waiting) + len(running)} left"
+                    print(f"{task.finish()}; {left}", flush=True)
+                except RuntimeError as error:
+                    failed.append(str(error))
+                    print(error, file=sys.stderr)
+                published()
+    except KeyboardInterrupt:
+        for task in running:
+            task.process.send_signal(signal.SIGINT)  # each saves and ends
+        for task in running:
+            task.process.wait()
+        raise
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("grid", help="a file of configs/grids")
+    parser.add_argument("--jobs", type=int, default=5, help="runs at a time")
+    parser.add_argument("--out", type=Path, default=Path("out/grids"))
+    parser.add_argument("--summary", type=Path, help="JSON file of several grids to add this to")
+    args, flags = parser.parse_known_args()
+    try:
+        grid = read_grid(args.grid)
+        if args.jobs < 1:
+            raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+        name = Path(args.grid).stem
+        out = args.out.resolve() / name
+        tasks = [
+            Task(arm, seed, [*grid["flags"], *own, *flags], out / slug(arm) / f"seed{seed}")
+            for seed in grid["seeds"]
+            for arm, own in grid["arms"].items()
+        ]
+        published = partial(publish, grid, tasks, out, name, args.summary)
+        failed = run_all(grid, tasks, args.jobs, published)
+        published()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    if (out / "table.md").exists():
+        print((out / "table.md").read_text())
+        print(out / "map.png")
+    return 1 if failed else 0
+
+
+def slug(arm: str) -> str:
+    """A folder's name."""
+    return re.sub(r"[^\w.=,-]+", "_", arm)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
