@@ -203,3 +203,9 @@ def empty_like_heads(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """[B, H, T, D] stored as [B, T, H, D]: the model's reshape to [B, T, H · D] copies nothing."""
     B, H, T, D = q.shape
     return torch.empty(B, T, H, D, dtype=dtype or q.dtype, device=q.device).transpose(1, 2)
+
+
+def with_dense_rows(*tensors: Tensor) -> list[Tensor]:
+    """[…, T, D] tensors whose rows lie in one piece, as all do that a projection makes; others are
+    copied. (Compiled for rows with gaps, Triton 3.6 has read wrong memory on an H200.)"""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

@@ -29,6 +29,7 @@ from attention_blocks import (
     unit_of,
     unmasked_keys,
     visible,
+    with_dense_rows,
 )  # fmt: skip
 from attention_tiles import arithmetic_of_head, arithmetics, dkdv_tiles, dq_tiles, shared_memory
 
@@ -205,6 +206,7 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`reference_backward` by the Triton kernels. No atomics: a rerun gives the same bits."""
     B, H, T, D = q.shape
+    do, q, k, v = with_dense_rows(do, q, k, v)
     delta = torch.empty_like(lse)
     dq, dk, dv = (empty_like_heads(q) for _ in range(3))
     A = arithmetics(precision, H, T, D, causal, scale, q.dtype)

@@ -49,6 +49,7 @@ from attention_blocks import (
     unit_of,
     unmasked_keys,
     visible,
+    with_dense_rows,
 )  # fmt: skip
 from attention_reference import SPREAD, reference_backward, reference_forward
 from attention_tiles import arithmetic_of_head, arithmetics, forward_tiles, shared_memory
@@ -348,6 +349,7 @@ def triton_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference_forward` by the Triton kernel, for CUDA tensors of any strides."""
     B, H, T, D = q.shape
+    q, k, v = with_dense_rows(q, k, v)
     o, lse = _empty_outputs(q, precision)
     A = arithmetics(precision, H, T, D, causal, scale, q.dtype)
     kinds = arithmetic_of_head(precision, H, q.device) if A.n > 1 else None
@@ -477,7 +479,8 @@ def flash_attention(
     custom operator forward and one backward: torch.compile takes it without a graph break.
 
     Args:
-        q, k, v: [B, H, T, D], BF16 or FP16, on one device, any strides; D from 16 to 128.
+        q, k, v: [B, H, T, D], BF16 or FP16, on one device, any strides; D from 16 to 128. Copied
+            where a row's D numbers are not side by side, and only there.
         causal: row i sees keys 0…i.
         scale: factor on q kᵀ, > 0; 1/√D if None.
         precision: a `Precision` or its text, as "paper,stable=paper,beta=7"; the text may give

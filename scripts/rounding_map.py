@@ -21,16 +21,18 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from config import parse_args
 from diagnostics import read_metrics
 
 KEYS = {"base": str, "flags": list, "arms": dict, "seeds": list, "compare": list}
 LAST = 100  # steps that a final loss is the mean of
+TELL_EVERY = 20  # seconds between lines that say how far runs are
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Task:
 
     arm: str
     seed: int
-    flags: list[str]
+    command: list[str]  # arguments of train.py
     out: Path
     process: subprocess.Popen | None = None
     started: float = 0.0
@@ -50,11 +52,24 @@ class Task:
         path = self.out / "ended.json"
         return json.loads(path.read_text()) if path.exists() else None
 
-    def start(self, base: str):
+    def check(self):
+        """Check the command, and that what its folder holds is of the same config.
+
+        Raises:
+            ValueError: a key or value that does not fit (ConfigError), or another run's folder.
+        """
+        config = asdict(parse_args(self.command))
+        path = self.out / "config.json"
+        there = json.loads(path.read_text()) if path.exists() else config
+        differing = [k for k in config if k != "init_from" and config[k] != there.get(k)]
+        if differing:
+            keys = ", ".join(differing)
+            raise ValueError(f"{self.out} holds a run with another {keys}; choose another --out")
+
+    def start(self):
         """Start train.py, from its last checkpoint if there is one."""
         self.out.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "train.py", base, f"--out_dir={self.out}", f"--seed={self.seed}"]
-        command += self.flags
+        command = [sys.executable, "train.py", *self.command]
         if (self.out / "ckpt.pt").exists():
             command.append("--init_from=resume")
         log = open(self.out / "log.txt", "a")  # noqa: SIM115, the child's
@@ -76,7 +91,11 @@ class Task:
         for name in ("ckpt.pt", "ckpt_best.pt"):
             (self.out / name).unlink(missing_ok=True)
         r = result(self)
-        how = f"exploded at {r['explosion_step']}" if r["explosion_step"] else "did not explode"
+        how = "did not explode"
+        if r["non_finite_step"] is not None:
+            how = f"not finite at {r['non_finite_step']}"
+        elif r["explosion_step"] is not None:
+            how = f"exploded at {r['explosion_step']}"
         return f"{self.arm}, seed {self.seed}: {how}, final loss {r['final_loss'] or math.nan:.3f}"
 
 
@@ -115,7 +134,8 @@ def result(task: Task) -> dict:
     final = [loss for step, loss in points if step > last - LAST]
     return {
         "seeds": task.seed,
-        "explosion_step": events.get("explosion", events.get("non_finite")),
+        "explosion_step": events.get("explosion"),
+        "non_finite_step": events.get("non_finite"),
         "rise_step": events.get("rise"),
         "final_loss": statistics.fmean(final) if final else None,
         "steps": last + 1,
@@ -166,7 +186,7 @@ def summarize(grid: dict, tasks: list[Task]) -> dict:
     tests = {}
     for first, second in grid["compare"]:
         if first in arms and second in arms:
-            counts = [x for arm in (first, second) for x in exploded(arms[arm])]
+            counts = [x for arm in (first, second) for x in failed_of(arms[arm])]
             tests[f"{first} against {second}"] = fisher(*counts)
     return {
         "wall_minutes_a_seed": busy_minutes(tasks) / max(1, len(seeds)),
@@ -175,32 +195,47 @@ def summarize(grid: dict, tasks: list[Task]) -> dict:
     }
 
 
-def exploded(arm: dict) -> tuple[int, int]:
+def failures(arm: dict) -> list[int]:
+    """Steps at which runs of an arm exploded or stopped being finite, whichever came first."""
+    pairs = zip(arm["explosion_step"], arm["non_finite_step"], strict=True)
+    return [min(x for x in pair if x is not None) for pair in pairs if pair != (None, None)]
+
+
+def failed_of(arm: dict) -> tuple[int, int]:
     """How many of how many seeds."""
-    return sum(step is not None for step in arm["explosion_step"]), len(arm["seeds"])
+    return len(failures(arm)), len(arm["seeds"])
 
 
 def table(summary: dict) -> str:
     """The summary in Markdown."""
-    lines = ["| arm | arithmetic | exploded | at step | rise at | final loss |", "|---" * 6 + "|"]
+    columns = (
+        "arm",
+        "arithmetic",
+        "failed",
+        "exploded at",
+        "not finite at",
+        "rise at",
+        "final loss",
+    )
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for name, arm in summary["arms"].items():
         losses = [x for x in arm["final_loss"] if x is not None]
         spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
         loss = f"{statistics.fmean(losses):.3f}{spread}" if losses else "–"
-        steps, rises = (
+        steps = [
             ", ".join("–" if x is None else f"{x:,}" for x in arm[key])
-            for key in ("explosion_step", "rise_step")
-        )
-        count, of = exploded(arm)
-        cells = [name.replace("|", "·"), f"`{arm['arithmetic']}`", f"{count} of {of}", steps, rises]
-        lines.append("| " + " | ".join([*cells, loss]) + " |")
+            for key in ("explosion_step", "non_finite_step", "rise_step")
+        ]
+        count = "{} of {}".format(*failed_of(arm))
+        cells = [name.replace("|", "·"), f"`{arm['arithmetic']}`", count, *steps, loss]
+        lines.append("| " + " | ".join(cells) + " |")
     lines += [f"\n{pair}: p = {p:.2g} (Fisher)" for pair, p in summary["fisher_exact_p"].items()]
     lines.append(f"\nwall minutes a seed, all arms: {summary['wall_minutes_a_seed']:.1f}")
     return "\n".join(lines) + "\n"
 
 
 def draw(summary: dict, png: Path, title: str):
-    """A cell for each arm: how many seeds exploded, and when; dark is early."""
+    """A cell for each arm: how many seeds failed, and when; dark is early."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -214,13 +249,13 @@ def draw(summary: dict, png: Path, title: str):
     shades = plt.get_cmap("OrRd_r")
     for name, arm in summary["arms"].items():
         y, x = rows.index(places[name][0]), columns.index(places[name][1])
-        steps = [step for step in arm["explosion_step"] if step is not None]
+        steps = failures(arm)
         share = statistics.fmean(steps) / longest if steps else 1.0
         axes.add_patch(plt.Rectangle((x, y), 1, 1, color=shades(share) if steps else "#d9ead3"))
         text = ", ".join(f"{step:,}" for step in steps) if steps else f"none in {longest:,}"
         axes.text(x + 0.5, y + 0.35, text, ha="center", va="center", fontsize=8)
-        count, of = exploded(arm)
-        axes.text(x + 0.5, y + 0.75, f"{count} of {of}", ha="center", va="center", fontsize=7)
+        count = "{} of {}".format(*failed_of(arm))
+        axes.text(x + 0.5, y + 0.75, count, ha="center", va="center", fontsize=7)
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0), title=title)
     axes.set_xticks([i + 0.5 for i in range(len(columns))], columns)
     axes.set_yticks([i + 0.5 for i in range(len(rows))], rows)
@@ -236,25 +271,36 @@ def publish(grid: dict, tasks: list[Task], out: Path, name: str, collection: Pat
         return
     write(out / "summary.json", json.dumps({name: summary}, indent=1) + "\n")
     write(out / "table.md", table(summary))
-    draw(summary, out / "map.png", f"{name}: step of the explosion")
+    draw(summary, out / "map.png", f"{name}: step of failure")
     if collection:
         recipes = json.loads(collection.read_text()) if collection.exists() else {}
         write(collection, json.dumps(recipes | {name: summary}, indent=1) + "\n")
 
 
-def run_all(grid: dict, tasks: list[Task], jobs: int, published) -> list[str]:
+def position(task: Task) -> str:
+    """How far a run is."""
+    path = task.out / "metrics.jsonl"
+    lines = [x for x in read_metrics(path) if x.get("loss")] if path.exists() else []
+    where = f"step {lines[-1]['iter']}, loss {lines[-1]['loss']:.3f}" if lines else "starting"
+    return f"{task.arm}, seed {task.seed}: {where}"
+
+
+def run_all(tasks: list[Task], jobs: int, published) -> list[str]:
     """Run what has not ended, `jobs` at a time; what failed, a line each."""
     waiting = [t for t in tasks if not t.ended]
     print(
         f"{len(tasks)} runs, {len(tasks) - len(waiting)} ended before, {jobs} at a time", flush=True
     )
-    running, failed = [], []
+    running, failed, told = [], [], time.time()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 running.append(waiting.pop(0))
-                running[-1].start(grid["base"])
+                running[-1].start()
             time.sleep(0.5)
+            if time.time() - told > TELL_EVERY:
+                told = time.time()
+                print("  " + "; ".join(map(position, running)), flush=True)
             for task in [t for t in running if t.process.poll() is not None]:
                 running.remove(task)
                 try:
@@ -286,13 +332,16 @@ def main() -> int:
             raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
         name = Path(args.grid).stem
         out = args.out.resolve() / name
-        tasks = [
-            Task(arm, seed, [*grid["flags"], *own, *flags], out / slug(arm) / f"seed{seed}")
-            for seed in grid["seeds"]
-            for arm, own in grid["arms"].items()
-        ]
+        tasks = []
+        for seed in grid["seeds"]:
+            for arm, own in grid["arms"].items():
+                folder = out / slug(arm) / f"seed{seed}"
+                command = [str(ROOT / grid["base"]), f"--out_dir={folder}", f"--seed={seed}"]
+                command += [*grid["flags"], *own, *flags]
+                tasks.append(Task(arm, seed, command, folder))
+                tasks[-1].check()
         published = partial(publish, grid, tasks, out, name, args.summary)
-        failed = run_all(grid, tasks, args.jobs, published)
+        failed = run_all(tasks, args.jobs, published)
         published()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

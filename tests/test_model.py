@@ -104,3 +104,26 @@ def test_openais_weights_are_transposed_into_place(monkeypatch, tmp_path):
 def _shrunk(init):
     """A GPTConfig that ignores its arguments and is small."""
     return lambda self, **_: init(self, **SMALL, bias=True)
+
+
+def test_qk_norm_bounds_the_scores(device):
+    """Queries and keys at RMS 1: however large W_Q and W_K are, the output is that of their
+    directions."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SMALL, qk_norm=True)).to(device)
+    tokens = torch.randint(64, (2, 32), device=device)
+    logits, _ = model(tokens)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight[: 2 * 32] *= 50
+            if block.attn.c_attn.bias is not None:
+                block.attn.c_attn.bias[: 2 * 32] *= 50
+    torch.testing.assert_close(model(tokens)[0], logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["official/fa2@1;paper", "paper,rounding=stochastic"])
+def test_layers_and_heads_may_differ(precision, device):
+    loss, gradients = loss_and_gradients("eager", "flash", device, precision=precision)
+    other, _ = loss_and_gradients("eager", "flash", device, precision="fa2")
+    assert loss == pytest.approx(other, rel=1e-2)
+    assert all(g.isfinite().all() for g in gradients.values())

@@ -3,7 +3,7 @@
 base = "configs/fast_coarse.py"
 arms = {
     "original": ["--precision=paper,mantissa_bits=5"],
-    "paper's fix": ["--precision=paper,mantissa_bits=5,stable=paper"],
+    "paper's fix": ["--precision=paper,mantissa_bits=5,stable=paper,row_sum_floor=1e-10"],
     "bounded shift": ["--precision=paper,mantissa_bits=5,stable=bounded"],
     "δ = dP·P": ["--precision=paper,mantissa_bits=5,delta=dp_p"],
     "control (O in FP32)": ["--precision=paper,row_sum=fp32,pv=fp32,accumulator=fp32,output=fp32"],

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# The loss explosion and what holds, five seeds an arm: set up, train, tabulate, draw.
+#   scripts/reproduce.sh                        without a GPU: 45,000 parameters, about 15 minutes on 2 cores
+#   scripts/reproduce.sh DATASET [flags of rounding_map.py and train.py]
+#                                               on a GPU: 30M parameters; a folder below data/, or a path
+# Interrupted, it goes on where it was. Everything is below out/grids.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+source scripts/setup.sh torch numpy matplotlib tqdm
+
+if "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    [ $# -ge 1 ] || { echo "usage: scripts/reproduce.sh DATASET [flags]" >&2; exit 2; }
+    grid=fast_coarse
+    flags=("--dataset=$1" --jobs=5 "${@:2}")
+else
+    grid=fast_cpu
+    [ -f data/pysource/meta.json ] || "$PYTHON" data/pysource/prepare.py
+    flags=("--jobs=$(nproc)" "$@")
+    export OMP_NUM_THREADS=1
+fi
+"$PYTHON" scripts/rounding_map.py "configs/grids/$grid.py" --summary=out/grids/summary.json "${flags[@]}"
+"$PYTHON" scripts/plot_runs.py out/grids/"$grid"/*/seed0 --png="out/grids/$grid/loss.png" \
+    --labels="$(cd "out/grids/$grid" && printf '%s\n' */ | tr -d / | paste -sd, -)"

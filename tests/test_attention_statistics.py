@@ -1,0 +1,60 @@
+"""What is measured of attention inside a run."""
+
+import pytest
+import torch
+
+from attention_statistics import attention_statistics
+from model import GPT, GPTConfig
+
+SMALL = dict(block_size=32, vocab_size=64, n_layer=3, n_head=2, n_embd=32, attention="flash")
+
+
+def statistics(device, **config):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**(SMALL | config))).to(device)
+    tokens = torch.randint(64, (4, 33), device=device)
+    measured = attention_statistics(model, lambda: model(tokens[:, :-1], tokens[:, 1:])[1])
+    assert all(p.grad is None for p in model.parameters())
+    return measured
+
+
+def test_each_flash_layer_has_its_numbers(device):
+    measured = statistics(device, attention="flash,sdpa,flash")
+    assert {len(values) for values in measured.values()} == {2}
+    assert set(measured) == {"ds_mean", "ds_std", "wq_norm", "max_score", "tied"}
+    assert all(0 <= share <= 1 for share in measured["tied"])
+    assert statistics(device, attention="sdpa") == {}
+
+
+def test_rows_of_ds_sum_to_zero_where_delta_agrees(device):
+    """The coarser O, the larger the sums; none with δ = rowsum(dP ∘ P) / rowsum(P)."""
+    stds = {
+        text: max(statistics(device, precision=text)["ds_std"])
+        for text in ("paper,delta=dp_p", "paper", "paper,mantissa_bits=3")
+    }
+    assert stds["paper,delta=dp_p"] < 1e-5
+    assert stds["paper"] > 1e-4
+    assert stds["paper,mantissa_bits=3"] > 4 * stds["paper"]
+
+
+def test_error_of_delta_is_seen(device):
+    """A δ that is 10 % too large leaves rows of dS that sum to −10 % of δ."""
+    torch.manual_seed(0)
+    off = statistics(device, precision="fa2,output=fp32,delta_error=0.1")
+    exact = statistics(device, precision="fa2,output=fp32")
+    assert max(exact["ds_std"]) < 0.01 < min(off["ds_std"])
+
+
+def test_random_state_and_attention_stay(device):
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(**SMALL, dropout=0.0)).to(device)
+    tokens = torch.randint(64, (2, 33), device=device)
+    attends = [block.attn.attend for block in model.transformer.h]
+    state = torch.get_rng_state()
+    loss = lambda: model(tokens[:, :-1], tokens[:, 1:])[1]  # noqa: E731
+    attention_statistics(model, loss)
+    assert torch.equal(state, torch.get_rng_state())
+    assert attends == [block.attn.attend for block in model.transformer.h]
+    with pytest.raises(ZeroDivisionError):
+        attention_statistics(model, lambda: 1 / 0)
+    assert attends == [block.attn.attend for block in model.transformer.h]

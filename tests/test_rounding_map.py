@@ -1,0 +1,111 @@
+"""The grid of runs: what it counts, what it keeps, what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from helpers import TINY, environment, write_corpus
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from rounding_map import fisher, read_grid, table
+
+GRID = """
+base = "configs/fast_cpu.py"
+flags = {flags}
+arms = {{"original | full": ["--precision=paper"], "control | full": ["--attention=sdpa"]}}
+seeds = [0, 1]
+compare = [("original | full", "control | full")]
+"""
+
+
+@pytest.mark.parametrize(
+    ("counts", "p"), [((5, 5, 0, 5), 2 / 252), ((3, 3, 0, 3), 0.1), ((1, 2, 1, 2), 1.0)]
+)
+def test_fishers_exact_test(counts, p):
+    assert fisher(*counts) == pytest.approx(p)
+
+
+def run(*args) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / "rounding_map.py"), *args]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
+
+
+def test_a_grid_runs_and_is_kept(tmp_path):
+    """Every arm with every seed; a second command repeats nothing and does what is left."""
+    corpus = write_corpus(tmp_path / "corpus")
+    flags = [*TINY, f"--dataset={corpus}", "--max_iters=12", "--gradient_accumulation_steps=1"]
+    grid = tmp_path / "tiny.py"
+    grid.write_text(GRID.format(flags=flags))
+    args = [str(grid), "--jobs=2", f"--out={tmp_path}", f"--summary={tmp_path / 'all.json'}"]
+    first = run(*args)
+    assert first.returncode == 0, first.stderr
+    summary = json.loads((tmp_path / "all.json").read_text())["tiny"]
+    arm = summary["arms"]["original | full"]
+    assert arm["seeds"] == [0, 1]
+    for key in ("explosion_step", "non_finite_step", "rise_step"):
+        assert arm[key] == [None, None]
+    assert arm["steps"] == [12, 12]
+    assert arm["tokens_per_step"] == 4 * 32
+    assert arm["arithmetic"] == "paper"
+    assert summary["arms"]["control | full"]["arithmetic"] == "sdpa"
+    assert "original · full | `paper` | 0 of 2" in table(summary)
+    assert (tmp_path / "tiny" / "map.png").stat().st_size > 0
+
+    (tmp_path / "tiny" / "original_full" / "seed1" / "ended.json").unlink()
+    second = run(*args)
+    assert "4 runs, 3 ended before" in second.stdout
+    again = json.loads((tmp_path / "all.json").read_text())["tiny"]["arms"]["original | full"]
+    assert again["final_loss"] == arm["final_loss"]
+
+    other = run(*args, "--learning_rate=1e-3")  # would mix two experiments
+    assert other.returncode == 2
+    assert "holds a run with another learning_rate" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("arms = {}", "base must be a str"),
+        ('base = "x"\narms = []', "arms must be a dict"),
+        ('base = "x"\narms = {}\ncompare = [("a", "b")]', "unknown"),
+        ('base = "x"\narms = {}\nseed = 1', "unknown"),
+    ],
+)
+def test_bad_grid(text, message, tmp_path):
+    path = tmp_path / "grid.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_grid(str(path))
+
+
+def test_bad_command(tmp_path):
+    result = run(str(tmp_path / "none.py"))
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: no grid file")
+
+
+def test_a_run_that_fails_is_told(tmp_path):
+    grid = tmp_path / "wrong.py"
+    grid.write_text(GRID.format(flags=[*TINY, "--dataset=nowhere"]))
+    result = run(str(grid), f"--out={tmp_path}")
+    assert result.returncode == 1
+    assert "nowhere/train.bin does not exist" in result.stderr
+
+
+def test_flags_are_checked_before_any_run(tmp_path):
+    grid = tmp_path / "wrong.py"
+    grid.write_text(GRID.format(flags=["--learning_rat=1"]))
+    result = run(str(grid), f"--out={tmp_path}")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: unknown key 'learning_rat'")
+
+
+def test_the_projects_grids_are_valid():
+    from config import parse_args
+
+    for path in (ROOT / "configs" / "grids").glob("*.py"):
+        grid = read_grid(str(path))
+        for flags in grid["arms"].values():
+            parse_args([str(ROOT / grid["base"]), *grid["flags"], *flags])
