@@ -133,7 +133,7 @@ def _backward(do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT, causal, scale, P
             ds_BHTN = p_BHTN * (dp_BHTN - delta_BHT1[:, :, rows])
             epsilon_BHT1[:, :, rows] += ds_BHTN.sum(-1, keepdim=True)
             p_sum[:, :, rows] += p_BHTN.sum(-1, keepdim=True)
-        epsilon_BHT1 /= p_sum
+        epsilon_BHT1 = torch.where(p_sum > 0, epsilon_BHT1 / p_sum, 0.0)  # a row may underflow
 
     dq_BHTD, dk_BHTD, dv_BHTD = (torch.zeros_like(x) for x in (q_BHTD, k_BHTD, v_BHTD))
     for rows, keys, p_BHTN, dp_BHTN in tiles():

@@ -13,7 +13,7 @@ from precision import of_heads
 
 
 def attention_statistics(model: GPT, loss: Callable[[], Tensor]) -> dict[str, list[float]]:
-    """Statistics of one batch, a number for each layer that uses flash attention.
+    """Statistics of one batch, a number for each layer; without flash attention, as fa2 computes.
 
     Args:
         loss: computes a batch's loss with `model`, not compiled; gradients of weights and the
@@ -24,7 +24,7 @@ def attention_statistics(model: GPT, loss: Callable[[], Tensor]) -> dict[str, li
         where rows of dS sum to zero. wq_norm: largest spectral norm of a head's W_Q. max_score:
         largest row maximum of S. tied: share of rows with a repeated maximum, as S is rounded.
     """
-    layers = [block.attn for block in model.transformer.h if block.attn.kind == "flash"]
+    layers = [block.attn for block in model.transformer.h]
     calls = []
 
     def recording(attend):
@@ -41,7 +41,7 @@ def attention_statistics(model: GPT, loss: Callable[[], Tensor]) -> dict[str, li
             layer.attend = recording(attend)
         with torch.random.fork_rng(devices):
             value = loss()
-        gradients = torch.autograd.grad(value, [o for *_, o in calls]) if calls else ()
+        gradients = torch.autograd.grad(value, [o for *_, o in calls])
     finally:
         for layer, attend in zip(layers, attends, strict=True):
             layer.attend = attend
@@ -49,14 +49,15 @@ def attention_statistics(model: GPT, loss: Callable[[], Tensor]) -> dict[str, li
         _layer_statistics(layer, *qkv, do)
         for layer, (*qkv, _), do in zip(layers, calls, gradients, strict=True)
     ]
-    return {key: [row[key] for row in rows] for key in (rows[0] if rows else ())}
+    return {key: [row[key] for row in rows] for key in rows[0]}
 
 
 @torch.no_grad()
 def _layer_statistics(layer: CausalSelfAttention, q, k, v, do) -> dict[str, float]:
     q, k, v = (x.to(layer.operand_dtype(q)) for x in (q, k, v))
-    P, scale = of_heads(layer.precision, layer.n_head)[0], q.shape[3] ** -0.5
-    gap, delta = delta_gap(q, k, v, do, causal=True, scale=scale, precision=layer.precision)
+    precision = layer.precision if layer.kind == "flash" else "fa2"
+    P, scale = of_heads(precision, layer.n_head)[0], q.shape[3] ** -0.5
+    gap, delta = delta_gap(q, k, v, do, causal=True, scale=scale, precision=precision)
     size = delta.square().mean().sqrt().clamp(min=1e-30)
     w_q = layer.c_attn.weight[: layer.c_attn.in_features].float()
     top = torch.full(q.shape[:3], -math.inf, device=q.device)

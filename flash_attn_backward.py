@@ -104,7 +104,8 @@ def _dq(
             stride_k, stride_v, scale, T, MASKED, C,
         )  # fmt: skip
     if C.P.delta == "dp_p":
-        b_epsilon = b_ds_sum / b_p_sum  # of dS with the factor scale, or before it
+        # of dS with the factor scale, or before it; a row that underflowed has no P
+        b_epsilon = tl.where(b_p_sum > 0, b_ds_sum / b_p_sum, 0.0)
         b_dq -= b_epsilon[:, None] * b_pk
         b_delta += b_epsilon if C.exact_scale else b_epsilon / scale
     if C.exact_scale:

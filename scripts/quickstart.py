@@ -59,6 +59,8 @@ def results(arms: list[str]) -> list[str]:
         end = "no"
         if "explosion" in events:
             end = f"at step {events['explosion']['iter']:,}"
+        elif "rise" in events:
+            end = f"rises from step {events['rise']['iter']:,}"
         elif "non_finite" in events:
             end = f"not finite at step {events['non_finite']['iter']:,}"
         lines.append(f"{arm:28}{sum(last) / len(last):8.3f}{val:8.3f}   {end}")

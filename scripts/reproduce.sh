@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The loss explosion and what holds, five seeds an arm: set up, train, tabulate, draw.
-#   scripts/reproduce.sh                        without a GPU: 45,000 parameters, about 15 minutes on 2 cores
+#   scripts/reproduce.sh                        without a GPU: 49,000 parameters, about 15 minutes on 2 cores
 #   scripts/reproduce.sh DATASET [flags of rounding_map.py and train.py]
 #                                               on a GPU: 30M parameters; a folder below data/, or a path
 # Interrupted, it goes on where it was. Everything is below out/grids.

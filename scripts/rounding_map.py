@@ -183,15 +183,15 @@ def summarize(grid: dict, tasks: list[Task]) -> dict:
             "arithmetic": config["precision"] if flash else config["attention"],
         }
     seeds = {t.seed for t in tasks if t.ended}
-    tests = {}
-    for first, second in grid["compare"]:
-        if first in arms and second in arms:
-            counts = [x for arm in (first, second) for x in failed_of(arms[arm])]
-            tests[f"{first} against {second}"] = fisher(*counts)
+    pairs = [pair for pair in grid["compare"] if set(pair) <= set(arms)]
     return {
         "wall_minutes_a_seed": busy_minutes(tasks) / max(1, len(seeds)),
         "arms": arms,
-        "fisher_exact_p": tests,
+        "fisher_exact_p": {
+            f"{first} against {second}, {what}": fisher(*count(arms[first]), *count(arms[second]))
+            for first, second in pairs
+            for what, count in (("failed", failed_of), ("rose", rose_of))
+        },
     }
 
 
@@ -204,6 +204,12 @@ def failures(arm: dict) -> list[int]:
 def failed_of(arm: dict) -> tuple[int, int]:
     """How many of how many seeds."""
     return len(failures(arm)), len(arm["seeds"])
+
+
+def rose_of(arm: dict) -> tuple[int, int]:
+    """The same of runs whose loss rose, by 0.1 for 100 steps, or failed."""
+    steps = zip(arm["rise_step"], arm["explosion_step"], arm["non_finite_step"], strict=True)
+    return sum(step != (None, None, None) for step in steps), len(arm["seeds"])
 
 
 def table(summary: dict) -> str:
@@ -235,7 +241,7 @@ def table(summary: dict) -> str:
 
 
 def draw(summary: dict, png: Path, title: str):
-    """A cell for each arm: how many seeds failed, and when; dark is early."""
+    """A cell for each arm: how many seeds failed, and when; red is early, yellow a mere rise."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -243,19 +249,22 @@ def draw(summary: dict, png: Path, title: str):
 
     places = {name: ([*re.split(r" \| ", name), ""])[:2] for name in summary["arms"]}
     rows, columns = (list(dict.fromkeys(place[i] for place in places.values())) for i in (0, 1))
-    size = (2.6 + 1.5 * len(columns), 1.2 + 0.45 * len(rows))
+    size = (2.8 + 2.4 * len(columns), 1.2 + 0.45 * len(rows))
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     longest = max(max(arm["steps"]) for arm in summary["arms"].values())
     shades = plt.get_cmap("OrRd_r")
     for name, arm in summary["arms"].items():
         y, x = rows.index(places[name][0]), columns.index(places[name][1])
-        steps = failures(arm)
-        share = statistics.fmean(steps) / longest if steps else 1.0
-        axes.add_patch(plt.Rectangle((x, y), 1, 1, color=shades(share) if steps else "#d9ead3"))
-        text = ", ".join(f"{step:,}" for step in steps) if steps else f"none in {longest:,}"
-        axes.text(x + 0.5, y + 0.35, text, ha="center", va="center", fontsize=8)
-        count = "{} of {}".format(*failed_of(arm))
-        axes.text(x + 0.5, y + 0.75, count, ha="center", va="center", fontsize=7)
+        steps, rises = failures(arm), [step for step in arm["rise_step"] if step is not None]
+        colour, text, (count, of) = "#d9ead3", f"none in {longest:,}", failed_of(arm)
+        if steps:
+            colour = shades(0.2 + 0.6 * statistics.fmean(steps) / longest)
+            text = ", ".join(f"{step:,}" for step in steps)
+        elif rises:
+            colour, text = "#fff2cc", "rises at " + ", ".join(f"{step:,}" for step in rises)
+        axes.add_patch(plt.Rectangle((x, y), 1, 1, color=colour))
+        axes.text(x + 0.5, y + 0.35, text, ha="center", va="center", fontsize=7)
+        axes.text(x + 0.5, y + 0.75, f"{count} of {of}", ha="center", va="center", fontsize=7)
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0), title=title)
     axes.set_xticks([i + 0.5 for i in range(len(columns))], columns)
     axes.set_yticks([i + 0.5 for i in range(len(rows))], rows)

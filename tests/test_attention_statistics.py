@@ -18,12 +18,12 @@ def statistics(device, **config):
     return measured
 
 
-def test_each_flash_layer_has_its_numbers(device):
-    measured = statistics(device, attention="flash,sdpa,flash")
-    assert {len(values) for values in measured.values()} == {2}
+@pytest.mark.parametrize("attention", ["flash,sdpa,flash", "sdpa", "math"])
+def test_each_layer_has_its_numbers(attention, device):
+    measured = statistics(device, attention=attention)
+    assert {len(values) for values in measured.values()} == {3}
     assert set(measured) == {"ds_mean", "ds_std", "wq_norm", "max_score", "tied"}
     assert all(0 <= share <= 1 for share in measured["tied"])
-    assert statistics(device, attention="sdpa") == {}
 
 
 def test_rows_of_ds_sum_to_zero_where_delta_agrees(device):

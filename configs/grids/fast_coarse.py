@@ -5,13 +5,13 @@ arms = {
     "original": ["--precision=paper,mantissa_bits=5"],
     "paper's fix": ["--precision=paper,mantissa_bits=5,stable=paper,row_sum_floor=1e-10"],
     "bounded shift": ["--precision=paper,mantissa_bits=5,stable=bounded"],
-    "δ = dP·P": ["--precision=paper,mantissa_bits=5,delta=dp_p"],
+    "δ consistent": ["--precision=paper,mantissa_bits=5,delta=dp_p"],
     "control (O in FP32)": ["--precision=paper,row_sum=fp32,pv=fp32,accumulator=fp32,output=fp32"],
 }
 seeds = [0, 1, 2, 3, 4]
 compare = [
     ("original", "control (O in FP32)"),
-    ("original", "δ = dP·P"),
+    ("original", "δ consistent"),
     ("original", "paper's fix"),
     ("original", "bounded shift"),
 ]
