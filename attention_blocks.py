@@ -22,6 +22,7 @@ try:
     LN2 = tl.constexpr(0.6931471805599453)
 except ImportError:  # no Triton for this platform: CPU tensors run the reference
     triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=None)
+    INTERPRETED = LOG2E = LN2 = None
 
 
 @triton.jit

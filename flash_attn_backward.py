@@ -30,7 +30,7 @@ from attention_blocks import (
     unmasked_keys,
     visible,
     with_dense_rows,
-)  # fmt: skip
+)
 from attention_tiles import arithmetic_of_head, arithmetics, dkdv_tiles, dq_tiles, shared_memory
 
 

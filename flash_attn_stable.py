@@ -50,7 +50,7 @@ from attention_blocks import (
     unmasked_keys,
     visible,
     with_dense_rows,
-)  # fmt: skip
+)
 from attention_reference import SPREAD, reference_backward, reference_forward
 from attention_tiles import arithmetic_of_head, arithmetics, forward_tiles, shared_memory
 from flash_attn_backward import triton_backward

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to loss curves of the original, the stabilized and the control attention, on
+# From a fresh clone to loss curves of the original, the stabilized and other attentions, on
 # whatever machine this is. Under 10 minutes on 2 cores without a GPU. Run it again and only the
 # training is repeated.
 set -euo pipefail
