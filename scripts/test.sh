@@ -6,7 +6,9 @@ cd "$(dirname "$0")/.."
 
 source scripts/setup.sh torch numpy matplotlib tqdm pytest
 
-"$PYTHON" -m pytest "$@" # what needs a missing optional package is skipped
+parallel=()
+if "$PYTHON" -c "import xdist" 2>/dev/null; then parallel=(-n auto); fi
+"$PYTHON" -m pytest "${parallel[@]}" "$@" # what needs a missing optional package is skipped
 if "$PYTHON" -m ruff --version >/dev/null 2>&1; then
     "$PYTHON" -m ruff check .
     "$PYTHON" -m ruff format --check .

@@ -1,4 +1,7 @@
-"""Step of the explosion against mantissa bits of O: does the trend reach BF16's 7?"""
+"""Step of the explosion against mantissa bits of O: does the trend reach BF16's 7?
+
+Expected: later by half or more for each bit, none within these steps at 7; consistent δ never.
+"""
 
 base = "configs/fast_coarse.py"
 flags = ["--max_iters=5000"]

@@ -1,4 +1,9 @@
-"""Which rounding point kills a run: each alone in BF16, each alone in FP32. O: 5 mantissa bits."""
+"""Which rounding point kills a run: each alone in BF16, each alone in FP32. O: 5 mantissa bits.
+
+Expected: of the points alone in BF16 only those of O explode; of those alone in FP32, δ holds. The
+paper's account would be refuted here by points of O that train like none, or by S, m, l or dP alone
+that explode.
+"""
 
 base = "configs/fast_coarse.py"
 _points = ["scores", "row_max", "row_sum", "pv", "accumulator", "output", "dp"]

@@ -1,4 +1,8 @@
-"""The fixes against the logical tile: original, paper's (β 2, 4, 7), bounded. O: 5 bits."""
+"""The fixes against the logical tile: original, paper's (β 2, 4, 7), bounded. O: 5 bits.
+
+Expected: all explode, as the size of the error does not depend on the shift; shorter tiles, which
+round O more often, earlier.
+"""
 
 base = "configs/fast_coarse.py"
 _fixes = {
