@@ -8,8 +8,9 @@ in flash_attn_stable.py, and what runs in their place on a CPU.
 Shape suffixes: B batch, H heads, T length, D head width, N keys of one tile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 SPREAD = 0x79B1  # of the odd numbers tried, one with little bias left (scripts/rounding_bias.py)
 
 
+def _without_autocast(function: Callable) -> Callable:
+    """Under autocast the FP32 products of the reference would be made in 16 bits."""
+
+    @wraps(function)
+    def run(first: Tensor, *args, **kwargs):
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *args, **kwargs)
+
+    return run
+
+
+@_without_autocast
 def reference_forward(
     q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, causal: bool, scale: float,
     precision: Precision | str, seed: Tensor | None = None,
@@ -49,6 +62,7 @@ def reference_forward(
     return o_BHTD, lse_BHT
 
 
+@_without_autocast
 def reference_backward(
     do_BHTD: Tensor, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, o_BHTD: Tensor,
     lse_BHT: Tensor, causal: bool, scale: float, precision: Precision | str,

@@ -306,6 +306,17 @@ def test_compiled_and_eager_agree(arithmetic, device):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("arithmetic", ["official", "fa2"])
+def test_autocast_changes_nothing(arithmetic, device):
+    """Nothing inside is cast: neither kernels nor, on a CPU, the products of the reference."""
+    *qkv, do = random_inputs(60, 32, device)
+    attend = partial(flash_attention, precision=arithmetic)
+    plain = with_gradients(attend, *qkv, do)
+    with torch.autocast(device, torch.bfloat16):
+        cast = with_gradients(attend, *qkv, do)
+    assert all(map(torch.equal, plain, cast))
+
+
 def test_operators_keep_torchs_contract(device):
     """torch.library's own checks: schema, fake tensors with the right strides, autograd."""
     q, k, v = (x.requires_grad_() for x in random_inputs(40, 16, device, count=3))
