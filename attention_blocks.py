@@ -208,5 +208,5 @@ def empty_like_heads(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def with_dense_rows(*tensors: Tensor) -> list[Tensor]:
     """[…, T, D] tensors whose rows lie in one piece, as all do that a projection makes; others are
-    copied. (Compiled for rows with gaps, Triton 3.6 has read wrong memory on an H200.)"""
+    copied. (On an H200 with Triton 3.6, kernels for rows with gaps failed; README, Limits.)"""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

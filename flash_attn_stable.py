@@ -26,7 +26,7 @@ attention_blocks.py holds what kernels share, flash_attn_backward.py the backwar
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from attention_blocks import (
     INTERPRETED,
@@ -408,8 +408,8 @@ def _laid_out(x: Tensor) -> Tensor:
     return empty_like_heads(x).copy_(x)
 
 
-# torch.library.custom_op would check each result for aliases, slower than launching the kernels.
-OPS = torch.library.Library("flash_attn_stable", "DEF")
+# custom_op would check each result for aliases, slower than launching the kernels.
+OPS = library.Library("flash_attn_stable", "DEF")
 OPS.define(
     "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str precision, Tensor? seed)"
     " -> (Tensor, Tensor)"
@@ -420,35 +420,35 @@ OPS.define(
 )
 
 
-@torch.library.impl(OPS, "forward", "CUDA")
+@library.impl(OPS, "forward", "CUDA")
 def _forward_cuda(q, k, v, causal, scale, precision, seed):
     return triton_forward(q, k, v, causal, scale, precision, seed)
 
 
-@torch.library.impl(OPS, "forward", "CPU")
+@library.impl(OPS, "forward", "CPU")
 def _forward_cpu(q, k, v, causal, scale, precision, seed):
     o, lse = reference_forward(q, k, v, causal, scale, precision, seed)
     return _laid_out(o), lse
 
 
-@torch.library.register_fake("flash_attn_stable::forward", lib=OPS)
+@library.register_fake("flash_attn_stable::forward", lib=OPS)
 def _forward_fake(q, k, v, causal, scale, precision, seed):
     return _empty_outputs(q, precision)
 
 
-@torch.library.impl(OPS, "backward", "CUDA")
+@library.impl(OPS, "backward", "CUDA")
 def _backward_cuda(do, q, k, v, o, lse, causal, scale, precision):
     o = output_for_delta(q, k, v, o, causal, scale, precision)
     return triton_backward(do, q, k, v, o, lse, causal, scale, precision)[:3]
 
 
-@torch.library.impl(OPS, "backward", "CPU")
+@library.impl(OPS, "backward", "CPU")
 def _backward_cpu(do, q, k, v, o, lse, causal, scale, precision):
     gradients = reference_backward(do, q, k, v, o, lse, causal, scale, precision)
     return tuple(map(_laid_out, gradients[:3]))
 
 
-@torch.library.register_fake("flash_attn_stable::backward", lib=OPS)
+@library.register_fake("flash_attn_stable::backward", lib=OPS)
 def _backward_fake(do, q, k, v, o, lse, causal, scale, precision):
     return tuple(empty_like_heads(q) for _ in range(3))
 
@@ -464,7 +464,7 @@ def _differentiate(ctx, do, _):
     return *gradients, None, None, None, None
 
 
-torch.library.register_autograd(
+library.register_autograd(
     "flash_attn_stable::forward", _differentiate, setup_context=_save_for_backward, lib=OPS
 )
 
