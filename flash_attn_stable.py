@@ -62,7 +62,8 @@ SPREAD = tl.constexpr and tl.constexpr(SPREAD)
 
 @triton.jit
 def _exp_below(b_s, b_m, unit, C: tl.constexpr):
-    """P̄ = exp(S − m) in FP32 (eq. 5 of the paper)."""
+    """P̄ = exp(S − m) in FP32 (eq. 5 of the paper). Of scores in FP32 the factor is folded into the
+    difference, as in FlashAttention-2, which leaves the exponent wrong by up to |m| 2⁻²⁴."""
     if C.P.scores == "bf16":  # the difference of rounded values is exact, exp(0) is 1
         return tl.exp2((b_s - (b_m * (1.0 / unit))[:, None]) * (unit * LOG2E))
     return tl.exp2(b_s * (unit * LOG2E) - (b_m * LOG2E)[:, None])

@@ -325,6 +325,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         if run is not None or os.environ.get("LOCAL_RANK", "0") == "0":  # once for each machine
             say(f"error: {error}")
+        else:  # torchrun ends all processes with the first: not before the one that speaks
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(10)
         code = 2
     except NonFiniteError as error:
         if run.rank == 0:

@@ -27,6 +27,7 @@ def run_kernels():
     for T, D in SHAPES:
         for arithmetic in ARITHMETICS:
             for causal in (True, False):
+                print(f"  {arithmetic}, T {T}, D {D}, causal {causal}", flush=True)
                 qkv = [torch.randn(1, 2, T, D, device="cuda").bfloat16() for _ in range(3)]
                 qkv = [x.requires_grad_() for x in qkv]
                 flash_attention(*qkv, causal=causal, precision=arithmetic).float().sum().backward()

@@ -50,11 +50,16 @@ def test_fuzz(kind, device, poisoned):
     causal = rng.random() < 0.6
     scale = rng.choice([None, D**-0.5, 0.25])
     layouts = [rng.randrange(4) for _ in range(4)]
-    coarser = 2 ** (7 - P.mantissa_bits) * (2 if P.rounding == "stochastic" else 1)
+    bits = 10 if dtype == torch.float16 else 7
+    coarser = 2 ** (bits - P.mantissa_bits) if P.mantissa_bits < 7 else 1
+    coarser *= 2 if P.rounding == "stochastic" else 1
+    largest = 3.0 if dtype == torch.bfloat16 else 0.0
+    if P.stable == "paper":  # which shifts by β times the maximum: rows beyond that underflow
+        largest = 0.0 if dtype == torch.bfloat16 else -0.5
     for case in range(CASES):
         T = rng.choice([rng.randint(1, 70), 128]) if not ON_GPU else rng.choice([
             rng.randint(1, 1100), 128 * rng.randint(1, 8), rng.randint(1, 40)])  # fmt: skip
-        size = 10 ** rng.uniform(-3, 3 if P.stable != "paper" and dtype == torch.bfloat16 else 0)
+        size = 10 ** rng.uniform(-3, largest)
         B = rng.choice([1, 2, 5])
         *qkv, do = random_inputs(T, D, device, B=B, H=2, seed=1000 * kind + case, dtype=dtype)
         qkv[0] *= size * D**-0.5 / (scale or D**-0.5)  # scores are about `size`
