@@ -197,7 +197,9 @@ def unmasked_keys(start_q, T, C: tl.constexpr, N: tl.constexpr):
 
 def on(device: torch.device):
     """Kernels launch on the current GPU: make it the tensors' own."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def empty_like_heads(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -454,20 +454,28 @@ def _backward_fake(do, q, k, v, o, lse, causal, scale, precision):
     return tuple(empty_like_heads(q) for _ in range(3))
 
 
-def _save_for_backward(ctx, inputs, output):
-    q, k, v, *ctx.options, _ = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
+class _FlashAttention(torch.autograd.Function):
+    """Compiled code calls the operators. Other code calls what they call: their dispatch, and an
+    autograd registered with them, would take the host as long as all the rest."""
 
+    @staticmethod
+    def forward(ctx, q, k, v, *options):
+        if torch.compiler.is_compiling():
+            forward = torch.ops.flash_attn_stable.forward.default
+        else:
+            forward = _forward_cuda if q.is_cuda else _forward_cpu
+        o, lse = forward(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = options[:-1]  # all but the seed
+        return o
 
-def _differentiate(ctx, do, _):
-    gradients = torch.ops.flash_attn_stable.backward(do, *ctx.saved_tensors, *ctx.options)
-    return *gradients, None, None, None, None
-
-
-library.register_autograd(
-    "flash_attn_stable::forward", _differentiate, setup_context=_save_for_backward, lib=OPS
-)
+    @staticmethod
+    def backward(ctx, do):
+        if torch.compiler.is_compiling():
+            backward = torch.ops.flash_attn_stable.backward.default
+        else:
+            backward = _backward_cuda if do.is_cuda else _backward_cpu
+        return *backward(do, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
 def flash_attention(
@@ -518,7 +526,7 @@ def flash_attention(
         seed = torch.randint(2**63 - 1, (1,), device=q.device)
     elif seed.numel() != 1 or seed.dtype != torch.int64 or seed.device != q.device:
         raise ValueError(f"seed must be one int64 on {q.device}, got {seed}")
-    return torch.ops.flash_attn_stable.forward(q, k, v, causal, float(scale), text, seed)[0]
+    return _FlashAttention.apply(q, k, v, causal, float(scale), text, seed)
 
 
 @torch.compiler.assume_constant_result

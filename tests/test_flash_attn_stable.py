@@ -319,10 +319,14 @@ def test_autocast_changes_nothing(arithmetic, device):
 
 
 def test_operators_keep_torchs_contract(device):
-    """torch.library's own checks: schema, fake tensors with the right strides, autograd."""
-    q, k, v = (x.requires_grad_() for x in random_inputs(40, 16, device, count=3))
-    args = (q, k, v, True, 0.25, "official", None)
-    torch.library.opcheck(torch.ops.flash_attn_stable.forward.default, args)
+    """torch.library's own checks: schema, fake tensors with the right strides."""
+    q, k, v, do = random_inputs(40, 16, device)
+    ops = torch.ops.flash_attn_stable
+    checks = ("test_schema", "test_faketensor")
+    options = (True, 0.25, "official")
+    torch.library.opcheck(ops.forward.default, (q, k, v, *options, None), test_utils=checks)
+    saved = ops.forward(q, k, v, *options, None)
+    torch.library.opcheck(ops.backward.default, (do, q, k, v, *saved, *options), test_utils=checks)
 
 
 def test_only_some_inputs_need_gradients(device):
