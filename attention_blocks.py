@@ -180,12 +180,11 @@ def unit_of(scale, C: tl.constexpr):
 @triton.jit
 def visible(start_q, start_k, T, C: tl.constexpr, N: tl.constexpr):
     """Which of N keys exist and are seen by which queries, [BM, N]."""
-    o_q = start_q + tl.arange(0, C.BM)
-    o_k = start_k + tl.arange(0, N)
+    o_k = tl.arange(0, N)[None, :]
     if C.causal:  # queries that exist see no key beyond T
-        m_s = o_q[:, None] >= o_k[None, :]
+        m_s = (tl.arange(0, C.BM) + (start_q - start_k))[:, None] >= o_k
     else:
-        m_s = tl.broadcast_to((o_k < T)[None, :], [C.BM, N])
+        m_s = tl.broadcast_to(o_k < T - start_k, [C.BM, N])
     return m_s
 
 

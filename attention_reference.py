@@ -48,7 +48,7 @@ def reference_forward(
 
     Returns:
         O [B, H, T, D], in the dtype of q (FP32 if a head has output="fp32"), and LSE [B, H, T],
-        FP32 natural log.
+        FP32, in base 2.
     """
     arithmetics = of_heads(str(precision), q_BHTD.shape[1])
     dtype = torch.float32 if fp32_output(str(precision)) else q_BHTD.dtype
@@ -120,7 +120,7 @@ def _forward(q_BHTD, k_BHTD, v_BHTD, causal, scale, P: Precision, draw) -> tuple
         m_BHT[:, :, rows] = m
 
     o_BHTD = rounded(acc_BHTD / l_BHT[..., None], P.output, 3, 0, slice(None))
-    return o_BHTD, m_BHT + torch.log2(l_BHT) * LN2
+    return o_BHTD, m_BHT * LOG2E + torch.log2(l_BHT)
 
 
 def _backward(do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT, causal, scale, P: Precision):
@@ -135,7 +135,7 @@ def _backward(do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT, causal, scale, P
     def tiles() -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Rows, keys, P and dP of each tile."""
         for rows, keys, s_BHTN in score_tiles(q_BHTD, k_BHTD, causal, scale, P, dtype):
-            p_BHTN = _exp(s_BHTN - lse_BHT[:, :, rows, None])
+            p_BHTN = _exp(s_BHTN - lse_BHT[:, :, rows, None] * LN2)
             dp_BHTN = do_operand[:, :, rows] @ v_BHTD[:, :, keys].mT
             yield rows, keys, p_BHTN, _round(dp_BHTN, P.dp, dtype)
 

@@ -21,7 +21,8 @@ def attention_statistics(model: GPT, loss: Callable[[], Tensor]) -> dict[str, li
 
     Returns:
         ds_mean, ds_std: of Σ_j dS_j / (scale · Σ_j P_j) over rows, relative to the RMS of δ; 0
-        where rows of dS sum to zero. wq_norm: largest spectral norm of a head's W_Q. max_score:
+        where rows of dS sum to zero. delta_error: the relative error that δ has in common, sign
+        included, the slope of its error over the δ that agrees with P and dP. wq_norm: largest spectral norm of a head's W_Q. max_score:
         largest row maximum of S. tied: share of rows with a repeated maximum, as S is rounded.
     """
     layers = [block.attn for block in model.transformer.h]
@@ -58,6 +59,7 @@ def _layer_statistics(layer: CausalSelfAttention, q, k, v, do) -> dict[str, floa
     precision = layer.precision if layer.kind == "flash" else "fa2"
     P, scale = of_heads(precision, layer.n_head)[0], q.shape[3] ** -0.5
     gap, delta = delta_gap(q, k, v, do, causal=True, scale=scale, precision=precision)
+    consistent = delta + gap
     size = delta.square().mean().sqrt().clamp(min=1e-30)
     w_q = layer.c_attn.weight[: layer.c_attn.in_features].float()
     top = torch.full(q.shape[:3], -math.inf, device=q.device)
@@ -69,6 +71,7 @@ def _layer_statistics(layer: CausalSelfAttention, q, k, v, do) -> dict[str, floa
     return {
         "ds_mean": (gap.mean() / size).item(),
         "ds_std": (gap.std() / size).item(),
+        "delta_error": -((gap * consistent).sum() / consistent.square().sum()).item(),
         "wq_norm": torch.linalg.matrix_norm(w_q.unflatten(0, (layer.n_head, -1)), 2).max().item(),
         "max_score": top[:1].max().item(),
         "tied": tied[:1].float().mean().item(),

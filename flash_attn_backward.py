@@ -46,8 +46,8 @@ def _score_gradient(b_p, b_dp, b_delta, scale, C: tl.constexpr):
 
 @triton.jit
 def _probabilities(b_s, b_lse, scale, C: tl.constexpr):
-    """P = exp(S − LSE) in FP32."""
-    return tl.exp2(rounded_scores(b_s, scale, C) * (unit_of(scale, C) * LOG2E) - b_lse * LOG2E)
+    """P = exp(S − LSE) in FP32, given LSE in base 2."""
+    return tl.exp2(rounded_scores(b_s, scale, C) * (unit_of(scale, C) * LOG2E) - b_lse)
 
 
 @triton.jit

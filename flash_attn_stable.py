@@ -16,7 +16,7 @@ is read twice, once for its maximum and once for P̄V.
     s, p  scores, P̄ or P [BM, BN]       never stored              FP32; P̄, P 16 bits as operand
     m, l  row maximum, row sum [BM]     never stored              FP32 (holding rounded values)
     o     output [B, H, T, D]           as q, or FP32 by choice   FP32 (holding rounded values)
-    lse   m + log l [B, H, T]           FP32                      FP32
+    lse   (m + log l) log₂ e [B, H, T]  FP32                      FP32
     delta δ [B, H, T]                   FP32                      FP32
     dq…   gradients [B, H, T, D]        as q                      FP32
 
@@ -210,15 +210,21 @@ def _maximum_pass(
 
 
 @triton.jit
+def _columns_summed(b_p):
+    """[BM, N] → [BM, 8]: of each row, what one thread holds."""
+    return tl.sum(tl.reshape(b_p, [b_p.shape[0], b_p.shape[1] // 8, 8]), 1)
+
+
+@triton.jit
 def _product_pass(
     b_sum, b_pv, b_m, b_q, k, v, start_q, lo, hi, stride_k, stride_v, scale, T,
     MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The second reading: Σ P̄ and P̄V in FP32 over keys lo … hi − 1."""
+    """The second reading: Σ P̄, [BM, 8] yet to be summed, and P̄V in FP32 over keys lo … hi − 1."""
     for start in range(lo, hi, C.BN):
         b_s = _tile_scores(b_q, k, start_q, start, stride_k, T, MASKED, C, C.BN)
         b_p = _exp_below(rounded_scores(b_s, scale, C), b_m, unit_of(scale, C), C)
-        b_sum += tl.sum(b_p, 1)
+        b_sum += _columns_summed(b_p)
         b_pv = dot(b_p, load_rows(v, start, stride_v, T, C, C.BN), b_pv, C)
     return b_sum, b_pv
 
@@ -269,7 +275,7 @@ def _two_passes(
     b_r, b_r2 = _top_two(b_r, b_r2, C)
     b_r, b_r2 = rounded_scores(b_r, scale, C), rounded_scores(b_r2, scale, C)
     b_m_new = tl.maximum(b_m, _tile_maximum(b_r, b_r2, unit_of(scale, C), C))
-    b_sum = tl.full([C.BM], 0.0, dtype=tl.float32)
+    b_sum = tl.full([C.BM, 8], 0.0, dtype=tl.float32)
     b_pv = tl.full([C.BM, C.BD], 0.0, dtype=tl.float32)
     for MASKED in tl.static_range(2):
         mid = tl.minimum(tl.maximum(unmasked_keys(start_q, T, C, C.BN), tile), end)
@@ -279,7 +285,7 @@ def _two_passes(
             MASKED, C,
         )  # fmt: skip
     b_alpha = tl.exp2((b_m - b_m_new) * LOG2E)
-    b_l = _add_sum(b_l, b_alpha, b_sum, b_r, C)
+    b_l = _add_sum(b_l, b_alpha, tl.sum(b_sum, 1), b_r, C)
     return _add_product(b_acc, b_alpha, b_pv, seed, b_index, i_tile, C), b_l, b_m_new
 
 
@@ -322,7 +328,7 @@ def _forward(
     if C.P.output == "bf16":
         b_o = rounded_output(b_o, random_words(seed, b_index, 0, C)[3], C)
     store_rows(of_head(o, i_bh, H, stride_o), b_o, start_q, stride_o, T, C, C.BM)
-    tl.store(lse + i_bh * T + o_q, b_m + tl.log2(b_l) * LN2, mask=o_q < T)
+    tl.store(lse + i_bh * T + o_q, b_m * LOG2E + tl.log2(b_l), mask=o_q < T)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ maximum of a tile over its visible keys (Algorithm 1 of arXiv 2510.04212):
     l   = e^(m_old − m) l + Σ P̄         rounding point row_sum
     O   = e^(m_old − m) O + P̄V          rounding points accumulator (twice) and pv
     O/l                                 rounding point output
-    LSE = m + log l                     FP32
+    LSE = m + log l                     FP32, in base 2
 
 and backward, with no rounding at tile borders:
 

@@ -22,7 +22,7 @@ def statistics(device, **config):
 def test_each_layer_has_its_numbers(attention, device):
     measured = statistics(device, attention=attention)
     assert {len(values) for values in measured.values()} == {3}
-    assert set(measured) == {"ds_mean", "ds_std", "wq_norm", "max_score", "tied"}
+    assert set(measured) == {"ds_mean", "ds_std", "delta_error", "wq_norm", "max_score", "tied"}
     assert all(0 <= share <= 1 for share in measured["tied"])
 
 

@@ -238,7 +238,7 @@ def test_bounded_shift_never_underflows(base, r_m, device):
     o, lse = attend_to_two_maxima(r_m, base + ",stable=bounded,output=fp32", device)
     torch.testing.assert_close(o, torch.ones_like(o), rtol=2**-7, atol=0)
     _, lse_plain = attend_to_two_maxima(r_m, base + ",output=fp32", device)
-    torch.testing.assert_close(lse, lse_plain, rtol=1e-6, atol=0.01)
+    torch.testing.assert_close(lse, lse_plain, rtol=1e-6, atol=0.015)
     if base == "paper" and abs(r_m) <= 100:
         assert not torch.equal(lse, lse_plain)
 
@@ -261,7 +261,7 @@ def test_authors_floor_shrinks_rows_of_moderate_repeated_maxima(device):
     assert (exact == 1).all()
     sum_of_weights = (2 + 62 * math.exp(-1)) * math.exp(-40)
     assert o.float().mean().item() == pytest.approx(sum_of_weights / 1e-10, rel=0.02)
-    assert lse.mean().item() == pytest.approx(80 + math.log(1e-10), rel=1e-3)
+    assert lse.mean().item() == pytest.approx(80 / math.log(2) + math.log2(1e-10), rel=1e-3)
     assert (attend_to_two_maxima(100.0, "official,stable=paper", device)[0] == 0).all()
 
 
