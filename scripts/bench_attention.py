@@ -63,7 +63,8 @@ AUTHORS = ("authors_eager", "authors_compiled")
 AUTHORS_TILE = 512  # queries, and keys, of a tile in their training
 IMPLS = ("ours", *SDPA, "flex", *AUTHORS)
 FWD, FWD_BWD = PASSES = ("fwd", "fwd_bwd")
-WARMUP = 100  # ms
+WARMUP = 25  # ms
+ROUNDS = 3
 HOST_CALLS = 10
 
 
@@ -154,22 +155,29 @@ def make_attention(
     return attend, torch.autocast(device, torch.bfloat16)
 
 
-def measure(attend: Callable, qkv: list[Tensor], which: str, rep: int) -> tuple[list[float], float]:
-    """The 20 %, 50 % and 80 % quantiles of a pass's ms, and the ms it takes the host to launch."""
-    from triton.testing import do_bench
-
-    do = torch.randn_like(attend(*qkv)) if which == FWD_BWD else None
-
-    def call():
-        # o.backward() would also copy ours into q.grad, …: their strides are not the leaves'.
-        return attend(*qkv) if do is None else torch.autograd.grad(attend(*qkv), qkv, do)
-
-    quantiles = do_bench(captured(call), warmup=WARMUP, rep=rep, quantiles=[0.2, 0.5, 0.8])
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        call()
-    return quantiles, (time.perf_counter() - start) / HOST_CALLS * 1e3
+def prepare(name: str, shape: Shape, authors: Callable | None) -> dict[str, tuple[Callable, float]]:
+    """pass → its call, captured, and the ms that the host takes to launch it uncaptured; what does
+    not run is told and left out."""
+    calls = {}
+    try:
+        attend, context = make_attention(name, shape, authors)
+        qkv = make_inputs(shape, strided=name.startswith("ours "))
+        with context:
+            do = torch.randn_like(attend(*qkv))
+            # o.backward() would also copy ours into q.grad, …: their strides are not the leaves'.
+            both = lambda: torch.autograd.grad(attend(*qkv), qkv, do)  # noqa: E731
+            for which, call in ((FWD, partial(attend, *qkv)), (FWD_BWD, both)):
+                replay = captured(call)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(HOST_CALLS):
+                    call()
+                calls[which] = replay, (time.perf_counter() - start) / HOST_CALLS * 1e3
+                torch.cuda.synchronize()
+    except Exception as error:  # each backend refuses in its own way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        print(f"{name}, {PASSES[len(calls)]}, {shape}: does not run: {reason}", flush=True)
+    return calls
 
 
 def captured(call: Callable) -> Callable:
@@ -190,22 +198,23 @@ def captured(call: Callable) -> Callable:
     return graph.replay
 
 
-def bench(name: str, shape: Shape, authors: Callable | None, rep: int) -> list[Result]:
-    """Both passes of one implementation and shape; what does not run is told and left out."""
+def bench(names: list[str], shape: Shape, authors: Callable | None, rep: int) -> list[Result]:
+    """Both passes of each implementation, timed in turn, ROUNDS times, so that a GPU that gets
+    slower as it warms does so to all."""
+    from triton.testing import do_bench
+
+    prepared = {name: prepare(name, shape, authors) for name in names}
+    calls = {(n, which): call for n, of in prepared.items() for which, call in of.items()}
+    times = {key: [] for key in calls}
+    for _ in range(ROUNDS):
+        for key, (replay, _) in calls.items():
+            times[key] += do_bench(replay, warmup=WARMUP, rep=rep / ROUNDS, return_mode="all")
     results = []
-    try:
-        attend, context = make_attention(name, shape, authors)
-        qkv = make_inputs(shape, strided=name.startswith("ours "))
-        with context:
-            for which in PASSES:
-                numbers, host = measure(attend, qkv, which, rep)
-                results.append(x := Result(name, shape, which, *numbers, host))
-                line = f"{x.median:.3f} ms ({x.p20:.3f} to {x.p80:.3f}), {x.tflops:.0f} TFLOP/s"
-                line += f"; host {host:.3f} ms"
-                print(f"{name}, {which}, {shape}: {line}", flush=True)
-    except Exception as error:  # each backend refuses in its own way
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        print(f"{name}, {PASSES[len(results)]}, {shape}: does not run: {reason}", flush=True)
+    for (name, which), (_, host) in calls.items():
+        numbers = torch.tensor(times[name, which]).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+        results.append(x := Result(name, shape, which, *numbers, host))
+        line = f"{x.median:.3f} ms ({x.p20:.3f} to {x.p80:.3f}), {x.tflops:.0f} TFLOP/s"
+        print(f"{name}, {which}, {shape}: {line}; host {host:.3f} ms", flush=True)
     return results
 
 
@@ -373,9 +382,8 @@ def main() -> int:
         gpu = torch.cuda.get_device_name()
         origin = gpu, torch.__version__, triton.__version__, commit()
         for shape in (HEADLINE, *SWEEP) if args.sweep else (HEADLINE,):
-            for name in names:
-                if name not in AUTHORS or shape == HEADLINE:
-                    results += bench(name, shape, authors, args.rep)
+            run = [n for n in names if n not in AUTHORS or shape == HEADLINE]
+            results += bench(run, shape, authors, args.rep)
             print(f"\n{shape}\n\n{table(results, shape)}\n", flush=True)
             if results:
                 write_csv(results, args.csv, origin)
