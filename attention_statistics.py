@@ -22,8 +22,9 @@ def attention_statistics(model: GPT, loss: Callable[[], Tensor]) -> dict[str, li
     Returns:
         ds_mean, ds_std: of Σ_j dS_j / (scale · Σ_j P_j) over rows, relative to the RMS of δ; 0
         where rows of dS sum to zero. delta_error: the relative error that δ has in common, sign
-        included, the slope of its error over the δ that agrees with P and dP. wq_norm: largest spectral norm of a head's W_Q. max_score:
-        largest row maximum of S. tied: share of rows with a repeated maximum, as S is rounded.
+        included (the slope of its error over the δ that agrees with P and dP). wq_norm: largest
+        spectral norm of a head's W_Q. max_score: largest row maximum of S. tied: share of rows
+        with a repeated maximum, as S is rounded.
     """
     layers = [block.attn for block in model.transformer.h]
     calls = []

@@ -393,11 +393,12 @@ def delta_gap(
         Σ_j dS_j / (scale · Σ_j P_j) = rowsum(dP ∘ P) / rowsum(P) − δ, and δ, FP32 [B, H, T].
     """
     options = (causal, scale, precision)
+    seed = _seed(q) if _canonical(precision, q.shape[1])[1] else None
     if q.is_cuda:
-        o, lse = triton_forward(q, k, v, *options)
+        o, lse = triton_forward(q, k, v, *options, seed)
         o, backward = output_for_delta(q, k, v, o, *options), triton_backward
     else:
-        o, lse = reference_forward(q, k, v, *options)
+        o, lse = reference_forward(q, k, v, *options, seed)
         backward = reference_backward
     deltas = []
     for text in (precision, changed(precision, delta="dp_p", delta_error=0.0)):
@@ -529,10 +530,14 @@ def flash_attention(
     if not stochastic:
         seed = None
     elif seed is None:
-        seed = torch.randint(2**63 - 1, (1,), device=q.device)
+        seed = _seed(q)
     elif seed.numel() != 1 or seed.dtype != torch.int64 or seed.device != q.device:
         raise ValueError(f"seed must be one int64 on {q.device}, got {seed}")
     return _FlashAttention.apply(q, k, v, causal, float(scale), text, seed)
+
+
+def _seed(q: Tensor) -> Tensor:
+    return torch.randint(2**63 - 1, (1,), device=q.device)
 
 
 @torch.compiler.assume_constant_result

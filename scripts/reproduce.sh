@@ -17,7 +17,6 @@ else
     grid=fast_cpu
     [ -f data/pysource/meta.json ] || "$PYTHON" data/pysource/prepare.py
     flags=("--jobs=$(nproc)" "$@")
-    export OMP_NUM_THREADS=1
 fi
 "$PYTHON" scripts/rounding_map.py "configs/grids/$grid.py" --summary=out/grids/summary.json "${flags[@]}"
 "$PYTHON" scripts/plot_runs.py out/grids/"$grid"/*/seed0 --png="out/grids/$grid/loss.png" \

@@ -66,14 +66,21 @@ class Task:
             keys = ", ".join(differing)
             raise ValueError(f"{self.out} holds a run with another {keys}; choose another --out")
 
-    def start(self):
+    def start(self, threads: int):
         """Start train.py, from its last checkpoint if there is one."""
         self.out.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "train.py", *self.command]
         if (self.out / "ckpt.pt").exists():
             command.append("--init_from=resume")
         log = open(self.out / "log.txt", "a")  # noqa: SIM115, the child's
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={"OMP_NUM_THREADS": str(threads)}
+            | os.environ,  # more than cores wait for each other
+        )
         log.close()
         self.started = time.time()
 
@@ -305,7 +312,7 @@ def run_all(tasks: list[Task], jobs: int, published) -> list[str]:
         while waiting or running:
             while waiting and len(running) < jobs:
                 running.append(waiting.pop(0))
-                running[-1].start()
+                running[-1].start(max(1, (os.cpu_count() or 1) // jobs))
             time.sleep(0.5)
             if time.time() - told > TELL_EVERY:
                 told = time.time()
@@ -335,6 +342,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/grids"))
     parser.add_argument("--summary", type=Path, help="JSON file of several grids to add this to")
     args, flags = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the runs would go on alone
     try:
         grid = read_grid(args.grid)
         if args.jobs < 1:

@@ -1,16 +1,19 @@
 """The grid of runs: what it counts, what it keeps, what it refuses."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT
-from helpers import TINY, environment, write_corpus
+from helpers import TINY, environment, metrics, write_corpus
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from rounding_map import fisher, read_grid, table
 
+SCRIPT = ROOT / "scripts" / "rounding_map.py"
 GRID = """
 base = "configs/fast_cpu.py"
 flags = {flags}
@@ -28,7 +31,7 @@ def test_fishers_exact_test(counts, p):
 
 
 def run(*args) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / "rounding_map.py"), *args]
+    command = [sys.executable, str(SCRIPT), *args]
     return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
 
 
@@ -92,6 +95,25 @@ def test_a_run_that_fails_is_told(tmp_path):
     result = run(str(grid), f"--out={tmp_path}")
     assert result.returncode == 1
     assert "nowhere/train.bin does not exist" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_runs_too(number, tmp_path):
+    """Each saves and ends; the same command goes on from there."""
+    flags = [*TINY, f"--dataset={write_corpus(tmp_path / 'corpus')}", "--max_iters=100000"]
+    grid = tmp_path / "long.py"
+    grid.write_text(GRID.format(flags=[*flags, "--log_interval=1"]))
+    command = [sys.executable, str(SCRIPT), str(grid), f"--out={tmp_path}", "--jobs=1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+        folder = tmp_path / "long" / "original_full" / "seed0"
+        while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < 3:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert "interrupted" in process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert (folder / "ckpt.pt").exists()
+    assert not (folder / "ended.json").exists()
 
 
 def test_flags_are_checked_before_any_run(tmp_path):
