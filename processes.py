@@ -65,16 +65,16 @@ def choose_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, config.dtype)
 
 
-def together(action: Callable, world_size: int, device: torch.device):
+def together(action: Callable, world_size: int):
     """What `action` returns; a ConfigError in one process is raised in all of them."""
     result = error = None
     try:
         result = action()
     except ConfigError as caught:
-        error = caught
-    failed = torch.tensor(float(error is not None), device=device)
+        error = str(caught)
+    errors = [error] * world_size
     if world_size > 1:
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if failed.item():
-        raise error or ConfigError("another process could not start")
+        dist.all_gather_object(errors, error)
+    for error in filter(None, errors):
+        raise ConfigError(error)
     return result

@@ -96,8 +96,8 @@ def set_up(config: TrainConfig) -> Run:
     if config.init_from in PRETRAINED:
         config = replace(config, **PRETRAINED[config.init_from], bias=True)
     rank, world_size, device = start_process(config)
-    run = together(lambda: build(config, rank, world_size, device), world_size, device)
-    together(lambda: open_logs(run), world_size, device)
+    run = together(lambda: build(config, rank, world_size, device), world_size)
+    together(lambda: open_logs(run), world_size)
     if world_size > 1:
         run.parallel_model = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
     return run

@@ -3,11 +3,13 @@
 import json
 import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from helpers import TINY, command, environment, losses, metrics, train, write_corpus
 
 import train as train_module
@@ -235,6 +237,34 @@ def test_a_process_that_cannot_start_stops_all(corpus, tmp_path):
     result = train(*flags, processes=2, check=False)
     assert result.returncode != 0
     assert result.stderr.count("error: out_dir=/proc/out is not writable") == 1
+
+
+ONE_FAILS = """
+import sys
+import torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+from config import ConfigError
+from processes import together
+def action():
+    if dist.get_rank() == 1:
+        raise ConfigError("only here")
+dist.init_process_group("gloo")
+try:
+    together(action, 2)
+except ConfigError as error:
+    print(f"process {dist.get_rank()}: {error}", flush=True)
+"""
+
+
+def test_the_error_of_one_process_is_that_of_all(tmp_path):
+    """Rank 0 says what is wrong on another machine."""
+    script = tmp_path / "script.py"
+    script.write_text(ONE_FAILS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run(
+        [*command, str(script), str(ROOT)], capture_output=True, text=True, timeout=120
+    )
+    assert sorted(result.stdout.split("\n")) == ["", *(f"process {i}: only here" for i in (0, 1))]
 
 
 def test_evaluates_only(corpus, one_process, tmp_path):
