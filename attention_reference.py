@@ -54,7 +54,7 @@ def reference_forward(
     dtype = torch.float32 if fp32_output(str(precision)) else q_BHTD.dtype
     o_BHTD = torch.empty_like(q_BHTD, dtype=dtype)
     lse_BHT = q_BHTD.new_empty(q_BHTD.shape[:3], dtype=torch.float32)
-    for P, heads in _by_arithmetic(arithmetics):
+    for P, heads in by_arithmetic(arithmetics):
         qkv = (x[:, heads] for x in (q_BHTD, k_BHTD, v_BHTD))
         draw = _Draw(seed, q_BHTD, heads) if P.stochastic else None
         o, lse = _forward(*qkv, causal, scale, P, draw)
@@ -79,14 +79,15 @@ def reference_backward(
     """
     inputs = (do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT)
     gradients = [*(torch.empty_like(q_BHTD) for _ in range(3)), torch.empty_like(lse_BHT)]
-    for P, heads in _by_arithmetic(of_heads(str(precision), q_BHTD.shape[1])):
+    for P, heads in by_arithmetic(of_heads(str(precision), q_BHTD.shape[1])):
         of_head = _backward(*(x[:, heads] for x in inputs), causal, scale, P)
         for all_heads, gradient in zip(gradients, of_head, strict=True):
             all_heads[:, heads] = gradient.to(all_heads.dtype)
     return tuple(gradients)
 
 
-def _by_arithmetic(arithmetics: tuple[Precision, ...]) -> Iterator[tuple[Precision, list[int]]]:
+def by_arithmetic(arithmetics: tuple[Precision, ...]) -> Iterator[tuple[Precision, list[int]]]:
+    """Each distinct arithmetic of a layer's heads, and which heads have it."""
     for P in dict.fromkeys(arithmetics):
         yield P, [head for head, other in enumerate(arithmetics) if other == P]
 

@@ -51,12 +51,6 @@ def about(config: TrainConfig, model: GPT, device: torch.device, world_size: int
         triton_version = triton.__version__
     except ImportError:
         triton_version = None
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
-    except OSError:
-        commit = None
     environment = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -65,9 +59,25 @@ def about(config: TrainConfig, model: GPT, device: torch.device, world_size: int
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "world_size": world_size,
         "parameters": model.num_params(),
-        "commit": commit,
+        "commit": commit(),
     }
     return {"config": asdict(config), "environment": environment}
+
+
+def commit() -> str | None:
+    """This repository's commit; without one, what the environment variable COMMIT says."""
+    here = Path(__file__).resolve().parent
+
+    def git(*command: str) -> str:
+        result = subprocess.run(["git", "-C", here, *command], capture_output=True, text=True)
+        return result.stdout.strip()
+
+    try:
+        if git("rev-parse", "--show-toplevel") == str(here):
+            return git("describe", "--always", "--dirty", "--abbrev=40")
+    except OSError:
+        pass
+    return os.environ.get("COMMIT")
 
 
 def summary(config: TrainConfig, model: GPT, devices: str, dtype: torch.dtype) -> str:
@@ -150,7 +160,7 @@ class MetricsLog:
 
     def write(self, line: dict):
         """Log one line and print it; numbers JSON does not have (NaN, infinity) become null."""
-        line = {k: None if _is_not_finite(v) else v for k, v in line.items()}
+        line = {k: _finite(v) for k, v in line.items()}
         self.file.write(json.dumps(line) + "\n")
         print(console_line(line), flush=True)
         if self.wandb_run:
@@ -240,5 +250,8 @@ def _has_wandb_key() -> bool:
         return False
 
 
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _finite(value: object) -> object:
+    """The value, or list of values, with None for NaN and infinity."""
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, library
+from torch.autograd.function import once_differentiable
 
 from attention_blocks import (
     INTERPRETED,
@@ -381,29 +382,36 @@ def output_for_delta(q, k, v, o, causal: bool, scale: float, precision: str) -> 
 
 
 @torch.no_grad()
-def delta_gap(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool, scale: float, precision: str
-) -> tuple[Tensor, Tensor]:
-    """What δ of the backward pass lacks to agree with its P and dP.
+def output_and_deltas(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float, precision: str,
+    *others: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """O, and δ of its backward pass; of each other arithmetic δ of a backward pass of the same O.
 
     Args:
         q, k, v, do: [B, H, T, D], as of `flash_attention`; do is the gradient of its result.
-
-    Returns:
-        Σ_j dS_j / (scale · Σ_j P_j) = rowsum(dP ∘ P) / rowsum(P) − δ, and δ, FP32 [B, H, T].
     """
-    options = (causal, scale, precision)
     seed = _seed(q) if _canonical(precision, q.shape[1])[1] else None
+    forward, backward = reference_forward, reference_backward
     if q.is_cuda:
-        o, lse = triton_forward(q, k, v, *options, seed)
-        o, backward = output_for_delta(q, k, v, o, *options), triton_backward
-    else:
-        o, lse = reference_forward(q, k, v, *options, seed)
-        backward = reference_backward
+        forward, backward = triton_forward, triton_backward
+    o, lse = forward(q, k, v, causal, scale, precision, seed)
     deltas = []
-    for text in (precision, changed(precision, delta="dp_p", delta_error=0.0)):
-        deltas.append(backward(do.to(o.dtype), q, k, v, o, lse, causal, scale, text)[3])
-    return deltas[1] - deltas[0], deltas[0]
+    for text in (precision, *others):
+        of_delta = output_for_delta(q, k, v, o, causal, scale, text) if q.is_cuda else o
+        deltas.append(backward(do.to(o.dtype), q, k, v, of_delta, lse, causal, scale, text)[3])
+    return o, *deltas
+
+
+def delta_gap(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float, precision: str
+) -> tuple[Tensor, Tensor]:
+    """What δ of the backward pass lacks to agree with its P and dP: Σ_j dS_j / (scale · Σ_j P_j) =
+    rowsum(dP ∘ P) / rowsum(P) − δ, and δ itself, FP32 [B, H, T]. Arguments: `output_and_deltas`.
+    """
+    agreeing = changed(precision, delta="dp_p", delta_error=0.0)
+    _, delta, other = output_and_deltas(q, k, v, do, causal, scale, precision, agreeing)
+    return other - delta, delta
 
 
 def _empty_outputs(q: Tensor, precision: str) -> tuple[Tensor, Tensor]:
@@ -477,6 +485,7 @@ class _FlashAttention(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do):
         if torch.compiler.is_compiling():
             backward = torch.ops.flash_attn_stable.backward.default
@@ -489,10 +498,10 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None,
     precision: Precision | str = "official", seed: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """softmax(scale · q kᵀ) v with the roundings of `precision`, differentiable.
+    """softmax(scale · q kᵀ) v with the roundings of `precision`, differentiable once.
 
-    CUDA tensors run the Triton kernels, CPU tensors the same arithmetic in PyTorch. The call is one
-    custom operator forward and one backward: torch.compile takes it without a graph break.
+    CUDA tensors run the Triton kernels, CPU tensors the same arithmetic in PyTorch. For
+    torch.compile the call is one custom operator forward and one backward, no graph break.
 
     Args:
         q, k, v: [B, H, T, D], BF16 or FP16, on one device, any strides; D from 16 to 128. Copied

@@ -106,7 +106,7 @@ class Precision:
             if not equals or key not in types:
                 raise ValueError(f"{item!r} is not field=value with a field of {', '.join(types)}")
             try:
-                changes[key] = value if value == "full" else types[key](value)
+                changes[key] = value if (key, value) == ("key_tile", "full") else types[key](value)
             except ValueError:
                 raise ValueError(f"{key} takes {types[key].__name__}, not {value!r}") from None
         return replace(PRECISIONS[name], **changes)

@@ -1,6 +1,9 @@
 """Which process of a run this is, on which device, in which precision."""
 
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -78,3 +81,17 @@ def together(action: Callable, world_size: int):
     for error in filter(None, errors):
         raise ConfigError(error)
     return result
+
+
+def tell_once(error: str):
+    """Print an error that all processes of a machine have, by one of them."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(error, file=sys.stderr)
+    else:  # torchrun ends all processes with the first: not before the one that speaks
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(10)
+
+
+def seed(config: TrainConfig, step: int, rank: int, world_size: int):
+    """Seed what a step draws in dropout and stochastic rounding: the same in a resumed run."""
+    torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)

@@ -29,7 +29,7 @@ from checkpoints import Checkpoints, initial_model, prepare_out_dir, restore_opt
 from config import ConfigError, TrainConfig, parse_args
 from diagnostics import LossWatch, MetricsLog, NonFiniteError, start_wandb
 from model import GPT, PRETRAINED
-from processes import choose_dtype, start_process, together
+from processes import choose_dtype, seed, start_process, tell_once, together
 
 
 @dataclass
@@ -161,18 +161,20 @@ def estimate_loss(run: Run) -> dict[str, float]:
 
 def evaluate(run: Run, step: int):
     """Log both splits' losses before `step`, then save what the config asks for."""
+    config = run.config
     read_losses(run, step)
     began = time.perf_counter()
+    seed(config, step, run.rank, run.world_size)
     losses = estimate_loss(run)
     if run.rank == 0:
         line = {"iter": step, "train/loss": losses["train"], "val/loss": losses["val"]}
-        if run.config.log_attention:
+        if config.log_attention:
             tokens = next(run.batches.evaluation("train", 0))
             line |= attention_statistics(run.raw_model, lambda: forward(run, run.raw_model, tokens))
         run.log.write(line)
     is_best = losses["val"] < run.best_val_loss
     run.best_val_loss = min(run.best_val_loss, losses["val"])
-    if step > run.start_iter and (is_best or run.config.always_save_checkpoint):
+    if step > run.start_iter and (is_best or config.always_save_checkpoint):
         save(run, step, is_best)
     if run.interval_started is not None:
         run.interval_started += time.perf_counter() - began
@@ -221,7 +223,7 @@ def train(run: Run):
             break
 
         # Gradients of the global batch; DDP averages them with the last micro-batch's.
-        torch.manual_seed((config.seed * 1_000_003 + step) * run.world_size + run.rank)  # dropout
+        seed(config, step, run.rank, run.world_size)
         micro_batches = list(run.batches.training(step))
         loss = torch.zeros((), device=run.device)
         for i, tokens in enumerate(micro_batches, 1):
@@ -323,11 +325,7 @@ def main(argv: list[str]) -> int:
         train(run)
         code = 130 if run.stopped == "interrupted" else 0
     except ConfigError as error:
-        if run is not None or os.environ.get("LOCAL_RANK", "0") == "0":  # once for each machine
-            say(f"error: {error}")
-        else:  # torchrun ends all processes with the first: not before the one that speaks
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(10)
+        (say if run else tell_once)(f"error: {error}")
         code = 2
     except NonFiniteError as error:
         if run.rank == 0:

@@ -25,7 +25,6 @@ import argparse
 import csv
 import importlib.util
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -43,6 +42,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from diagnostics import commit
 from flash_attn_stable import flash_attention
 from precision import Precision
 
@@ -326,17 +326,6 @@ def write_csv(results: list[Result], path: Path, origin: tuple[str, ...]):
     os.replace(part, path)
 
 
-def commit() -> str:
-    """This repository's commit; without one, what the environment variable COMMIT says."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel", "HEAD"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        answer = ""
-    top, _, head = answer.strip().partition("\n")
-    return head if top == str(ROOT) else os.environ.get("COMMIT", "")
-
-
 def choose(args: argparse.Namespace) -> list[str]:
     """The names of what to run.
 
@@ -380,7 +369,7 @@ def main() -> int:
         import triton
 
         gpu = torch.cuda.get_device_name()
-        origin = gpu, torch.__version__, triton.__version__, commit()
+        origin = gpu, torch.__version__, triton.__version__, commit() or ""
         for shape in (HEADLINE, *SWEEP) if args.sweep else (HEADLINE,):
             run = [n for n in names if n not in AUTHORS or shape == HEADLINE]
             results += bench(run, shape, authors, args.rep)

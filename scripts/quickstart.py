@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from plot_runs import draw
 from rounding_bias import signed_errors, tied_rows
-from rounding_map import read_grid, slug
+from rounding_map import read_grid, result, slug
 
 from diagnostics import read_metrics
 
@@ -53,17 +53,16 @@ def results(arms: list[str]) -> list[str]:
     lines = [f"{'':28}{'train':>8}{'val':>8}   loss explodes"]
     for arm in arms:
         metrics = read_metrics(folder(arm) / "metrics.jsonl")
-        last = [x["loss"] for x in metrics if x.get("loss") is not None][-10:]
         val = [x["val/loss"] for x in metrics if x.get("val/loss") is not None][-1]
-        events = {x["event"]: x for x in metrics if "event" in x}
+        of = result(folder(arm))
         end = "no"
-        if "explosion" in events:
-            end = f"at step {events['explosion']['iter']:,}"
-        elif "rise" in events:
-            end = f"rises from step {events['rise']['iter']:,}"
-        elif "non_finite" in events:
-            end = f"not finite at step {events['non_finite']['iter']:,}"
-        lines.append(f"{arm:28}{sum(last) / len(last):8.3f}{val:8.3f}   {end}")
+        if of["explosion_step"] is not None:
+            end = f"at step {of['explosion_step']:,}"
+        elif of["non_finite_step"] is not None:
+            end = f"not finite at step {of['non_finite_step']:,}"
+        elif of["rise_step"] is not None:
+            end = f"rises from step {of['rise_step']:,}"
+        lines.append(f"{arm:28}{of['final_loss']:8.3f}{val:8.3f}   {end}")
     return lines
 
 

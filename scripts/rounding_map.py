@@ -97,7 +97,7 @@ class Task:
         write(self.out / "ended.json", json.dumps({"start": self.started, "end": time.time()}))
         for name in ("ckpt.pt", "ckpt_best.pt"):
             (self.out / name).unlink(missing_ok=True)
-        r = result(self)
+        r = result(self.out)
         how = "did not explode"
         if r["non_finite_step"] is not None:
             how = f"not finite at {r['non_finite_step']}"
@@ -132,15 +132,14 @@ def read_grid(path: str) -> dict:
     return grid
 
 
-def result(task: Task) -> dict:
+def result(folder: Path) -> dict:
     """What one run shows, from its metrics."""
-    lines = read_metrics(task.out / "metrics.jsonl")
+    lines = read_metrics(folder / "metrics.jsonl")
     events = {x["event"]: x["iter"] for x in reversed(lines) if "event" in x}  # the first of each
     points = [(x["iter"], x["loss"]) for x in lines if x.get("loss") is not None]
     last = max((step for step, _ in points), default=0)
     final = [loss for step, loss in points if step > last - LAST]
     return {
-        "seeds": task.seed,
         "explosion_step": events.get("explosion"),
         "non_finite_step": events.get("non_finite"),
         "rise_step": events.get("rise"),
@@ -178,7 +177,7 @@ def summarize(grid: dict, tasks: list[Task]) -> dict:
         ended = [t for t in tasks if t.arm == arm and t.ended]
         if not ended:
             continue
-        rows = [result(t) for t in ended]
+        rows = [{"seeds": t.seed} | result(t.out) for t in ended]
         config = json.loads((ended[0].out / "config.json").read_text())
         about = json.loads((ended[0].out / "environment.json").read_text())
         flash = "flash" in config["attention"]
@@ -280,6 +279,22 @@ def draw(summary: dict, png: Path, title: str):
     plt.close(figure)
 
 
+def read_collection(path: Path | None) -> dict:
+    """The summaries that a file of several grids holds.
+
+    Raises:
+        ValueError: no such folder, or a file of something else.
+    """
+    if path is None or not path.exists():
+        if path and not path.parent.is_dir():
+            raise ValueError(f"--summary={path}: no such folder")
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--summary={path} is not a file of summaries: {error}") from None
+
+
 def publish(grid: dict, tasks: list[Task], out: Path, name: str, collection: Path | None):
     """Write summary, table and map of what has ended."""
     summary = summarize(grid, tasks)
@@ -289,7 +304,7 @@ def publish(grid: dict, tasks: list[Task], out: Path, name: str, collection: Pat
     write(out / "table.md", table(summary))
     draw(summary, out / "map.png", f"{name}: step of failure")
     if collection:
-        recipes = json.loads(collection.read_text()) if collection.exists() else {}
+        recipes = read_collection(collection)
         write(collection, json.dumps(recipes | {name: summary}, indent=1) + "\n")
 
 
@@ -326,11 +341,12 @@ def run_all(tasks: list[Task], jobs: int, published) -> list[str]:
                     failed.append(str(error))
                     print(error, file=sys.stderr)
                 published()
-    except KeyboardInterrupt:
-        for task in running:
-            task.process.send_signal(signal.SIGINT)  # each saves and ends
-        for task in running:
-            task.process.wait()
+    except BaseException:
+        started = [task.process for task in running if task.process]
+        for process in started:
+            process.send_signal(signal.SIGINT)  # each saves and ends
+        for process in started:
+            process.wait()
         raise
     return failed
 
@@ -347,13 +363,20 @@ def main() -> int:
         grid = read_grid(args.grid)
         if args.jobs < 1:
             raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+        fixed = [f for f in flags if f.startswith(("--out_dir=", "--seed="))]
+        if fixed:
+            raise ValueError(
+                f"{fixed[0]}: each run has its own; choose --out, or seeds in the grid"
+            )
+        read_collection(args.summary)
         name = Path(args.grid).stem
         out = args.out.resolve() / name
         tasks = []
         for seed in grid["seeds"]:
             for arm, own in grid["arms"].items():
                 folder = out / slug(arm) / f"seed{seed}"
-                command = [str(ROOT / grid["base"]), f"--out_dir={folder}", f"--seed={seed}"]
+                inside = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+                command = [str(ROOT / grid["base"]), f"--out_dir={inside}", f"--seed={seed}"]
                 command += [*grid["flags"], *own, *flags]
                 tasks.append(Task(arm, seed, command, folder))
                 tasks[-1].check()

@@ -1,4 +1,4 @@
-# Sourced by quickstart.sh and test.sh: sets PYTHON to an interpreter that has the modules named as
+# Sourced by quickstart.sh, reproduce.sh and test.sh: sets PYTHON to an interpreter that has the modules named as
 # arguments, and installs requirements.txt where it must.
 #   1. the active python, if it has them all: nothing is installed;
 #   2. else the active virtual environment, or .venv made here, gets what is pinned and missing.

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from attention_reference import score_tiles, tile_maximum
 from batches import Batches
 from checkpoints import initial_model
-from config import ConfigError, parse_args
+from config import parse_args
 from precision import Precision
 
 COLUMNS = ("layer", "rows × tiles", "repeated", "largest r_m", "under 1e-10", "underflow")
@@ -53,10 +53,10 @@ def main() -> int:
         config = parse_args([*(f"--{key}={value}" for key, value in saved.items()), *sys.argv[2:]])
         model, checkpoint = initial_model(config)
         batches = Batches(config, model.config.vocab_size)
-    except (ConfigError, FileNotFoundError) as error:
+        precision = replace(Precision.parse(config.precision), stable="paper")
+    except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    precision = replace(Precision.parse(config.precision), stable="paper")
     print(f"step {checkpoint['iter_num']}, {config.precision}; layers counted from 0")
     print("| " + " | ".join(COLUMNS) + " |")
     print("|---" * len(COLUMNS) + "|")

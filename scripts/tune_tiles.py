@@ -5,7 +5,7 @@ Time physical tiles of the three kernels on this GPU, beside those that attentio
         [--jobs=N] [--json=FILE]
 
 Compiles every candidate on all cores, then times them one by one: a minute or two. The tiles in
-attention_tiles.py came from such runs on an H200; a table for another GPU starts here.
+attention_tiles.py came from a sweep like it on an H200; a table for another GPU starts here.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from attention_tiles import arithmetics, dkdv_tiles, dq_tiles, forward_tiles, shared_memory
 from flash_attn_backward import _dkdv_kernel, _dq_kernel
 from flash_attn_stable import _forward_kernel, triton_forward
+from precision import Precision
 
 BATCH, HEADS = 32, 12
 KERNELS = {"forward": _forward_kernel, "dq": _dq_kernel, "dkdv": _dkdv_kernel}
@@ -61,14 +63,14 @@ def candidates(arithmetic: str, length: int, head_dim: int) -> Iterator[Candidat
         C = tiled.of[0]
         tile = dict(BM=C.BM, BN=C.BN, BN_max=C.BN_max)
         seen = set()
-        for changed, chosen in [((tile, options), True), *alternatives(kernel, tile)]:
-            key = [tuple(sorted(part.items())) for part in changed]
-            if tuple(key) not in seen:
-                seen.add(tuple(key))
-                yield Candidate(kernel, arithmetic, head_dim, length, *key, chosen)
+        for changed in [(tile, options), *alternatives(kernel, tile)]:
+            key = tuple(tuple(sorted(part.items())) for part in changed)
+            if key not in seen:
+                yield Candidate(kernel, arithmetic, head_dim, length, *key, chosen=not seen)
+                seen.add(key)
 
 
-def alternatives(kernel: str, tile: dict) -> Iterator[tuple[tuple[dict, dict], bool]]:
+def alternatives(kernel: str, tile: dict) -> Iterator[tuple[dict, dict]]:
     """Tiles and launch options worth a try. A logical tile that is read once keeps its keys."""
     rows = {"forward": (64, 128), "dq": (64, 128), "dkdv": (32, 64)}[kernel]
     once = kernel == "forward" and not tile["BN_max"]
@@ -78,7 +80,7 @@ def alternatives(kernel: str, tile: dict) -> Iterator[tuple[tuple[dict, dict], b
         options = dict(num_warps=warps, num_stages=stages)
         if registers:
             options["maxnreg"] = registers
-        yield (tile | dict(BM=BM, BN=BN), options), False
+        yield tile | dict(BM=BM, BN=BN), options
 
 
 @cache
@@ -148,6 +150,11 @@ def main() -> int:
         print("error: timing tiles needs a CUDA GPU", file=sys.stderr)
         return 2
     try:
+        mixed = [a for a in args.arithmetics if "/" in a or Precision.parse(a).stochastic]
+        if mixed:
+            raise ValueError(
+                f"{mixed[0]}: one arithmetic for all heads, and no stochastic rounding"
+            )
         tried = [c for a in args.arithmetics for c in candidates(a, args.length, args.head_dim)]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -156,7 +163,13 @@ def main() -> int:
     with ProcessPoolExecutor(args.jobs) as pool:
         reasons = list(pool.map(try_to_compile, tried))
     print("timing", flush=True)
+    failed = Counter(reason for reason in reasons if reason)
+    for reason, count in failed.items():
+        print(f"{count} do not compile: {reason}", file=sys.stderr)
     times = {c: time_of(c) for c, reason in zip(tried, reasons, strict=True) if not reason}
+    if not times:
+        print("error: nothing compiled", file=sys.stderr)
+        return 1
     for arithmetic, kernel in itertools.product(args.arithmetics, KERNELS):
         group = [c for c in times if (c.arithmetic, c.kernel) == (arithmetic, kernel)]
         best = sorted(group, key=times.get)

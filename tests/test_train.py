@@ -264,7 +264,7 @@ def test_the_error_of_one_process_is_that_of_all(tmp_path):
     result = subprocess.run(
         [*command, str(script), str(ROOT)], capture_output=True, text=True, timeout=120
     )
-    assert sorted(result.stdout.split("\n")) == ["", *(f"process {i}: only here" for i in (0, 1))]
+    assert all(f"process {i}: only here" in result.stdout for i in (0, 1))
 
 
 def test_evaluates_only(corpus, one_process, tmp_path):

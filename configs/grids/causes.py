@@ -1,6 +1,6 @@
 """Bias, size, consistency, low rank: what of the paper's chain is needed. O: 5 mantissa bits.
 
-Bias is refuted as needed if stochastic rounding explodes (one seed rose at step 1,479), and as
+Bias is refuted as needed if stochastic rounding explodes (an unrecorded run rose at 1,479), and as
 enough if δ off by 1 % trains. Low rank is refuted as needed if QK-norm does not stop the original.
 """
 

@@ -1,8 +1,8 @@
 """Does the original arithmetic explode, and what holds? 5 mantissa bits for O; five seeds.
 
-Expected: original (one seed rose at step 1,755), paper's fix and bounded shift (one exploded at
-1,710) explode, consistent δ and control do not. An explosion with consistent δ would refute that δ
-is what kills; an original that trains like the control, the paper's account here.
+Expected: original (in an unrecorded run it rose at step 1,755), paper's fix and bounded shift (in
+another, 1,710) explode, consistent δ and control do not. An explosion with consistent δ would
+refute that δ is what kills; an original that trains like the control, the paper's account here.
 """
 
 base = "configs/fast_coarse.py"

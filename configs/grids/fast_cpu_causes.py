@@ -2,9 +2,9 @@
 
 Expected: stochastic rounding (a larger error, no bias) explodes, as it rose on a GPU at 5 bits; δ
 from O in FP32 holds, as a consistent δ does. An error of δ alone, in FP32 arithmetic, explodes if
-it is −30 %, not if it is +30 %: at ±1 % on a GPU the largest score grew twice as fast with −. Bias
-as the cause is refuted by the first, low rank by an original that explodes with QK-norm. (+0.3 %
-and +1 % were added when +3 % had exploded and −3 % had not.)
+it is −30 %, not if it is +30 %: at ±1 % on a GPU the largest score grew twice as fast with −
+(unrecorded runs). Bias as the cause is refuted by the first, low rank by an original that explodes
+with QK-norm. +0.3 % and +1 % were added when +3 % had exploded and −3 % had not.
 """
 
 base = "configs/fast_cpu.py"

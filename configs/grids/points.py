@@ -12,7 +12,6 @@ _all = "paper,mantissa_bits=5"
 arms = {f"{point} | alone in BF16": [f"--precision={_none},{point}=bf16"] for point in _points}
 arms |= {f"{point} | alone in FP32": [f"--precision={_all},{point}=fp32"] for point in _points}
 arms |= {
-    "δ | alone in BF16": [f"--precision={_none},output=bf16,delta=o"],
     "δ | alone in FP32": [f"--precision={_all},delta=o_fp32"],
     "none | alone in BF16": [f"--precision={_none}"],
     "none | alone in FP32": [f"--precision={_all}"],
