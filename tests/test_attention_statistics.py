@@ -1,7 +1,14 @@
 """What is measured of attention inside a run."""
 
+import re
+import sys
+
 import pytest
 import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from delta_error import measure
 
 from attention_statistics import attention_statistics
 from model import GPT, GPTConfig
@@ -12,7 +19,7 @@ SMALL = dict(block_size=32, vocab_size=64, n_layer=3, n_head=2, n_embd=32, atten
 def statistics(device, **config):
     torch.manual_seed(0)
     model = GPT(GPTConfig(**(SMALL | config))).to(device)
-    tokens = torch.randint(64, (4, 33), device=device)
+    tokens = torch.randint(64, (4, model.config.block_size + 1), device=device)
     measured = attention_statistics(model, lambda: model(tokens[:, :-1], tokens[:, 1:])[1])
     assert all(p.grad is None for p in model.parameters())
     return measured
@@ -24,6 +31,18 @@ def test_each_layer_has_its_numbers(attention, device):
     assert {len(values) for values in measured.values()} == {3}
     assert set(measured) == {"ds_mean", "ds_std", "delta_error", "wq_norm", "max_score", "tied"}
     assert all(0 <= share <= 1 for share in measured["tied"])
+
+
+def test_heads_of_a_layer_may_differ(device):
+    """Only where S is rounded do maxima repeat, of the first head or of the second."""
+    tied = {
+        text: statistics(device, precision=text, block_size=512)["tied"][0]
+        for text in ("official", "official/fa2@0", "official/fa2@1", "fa2")
+    }
+    assert tied["fa2"] == 0
+    assert tied["official/fa2@0"] > 0
+    assert tied["official/fa2@1"] > 0
+    assert tied["official"] == pytest.approx(tied["official/fa2@0"] + tied["official/fa2@1"])
 
 
 def test_rows_of_ds_sum_to_zero_where_delta_agrees(device):
@@ -46,9 +65,15 @@ def test_error_of_delta_is_seen(device):
     assert off["delta_error"] == pytest.approx([0.1] * 3, abs=0.01)
 
 
-def test_random_state_and_attention_stay(device):
+def test_error_of_delta_without_training(device):
+    cell = measure("fa2,output=fp32,delta_error=0.1", 64, 1.0, seed=0, device=device)
+    assert re.match(r"\+(9\.9|10\.0)\d ± 0\.\d\d / 10\.", cell), cell
+
+
+@pytest.mark.parametrize("precision", ["official", "official,rounding=stochastic"])
+def test_random_state_and_attention_stay(precision, device):
     torch.manual_seed(1)
-    model = GPT(GPTConfig(**SMALL, dropout=0.0)).to(device)
+    model = GPT(GPTConfig(**SMALL, dropout=0.0, precision=precision)).to(device)
     tokens = torch.randint(64, (2, 33), device=device)
     attends = [block.attn.attend for block in model.transformer.h]
     state = torch.get_rng_state()
