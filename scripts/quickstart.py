@@ -16,7 +16,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-from plot_runs import draw
 from rounding_bias import signed_errors, tied_rows
 from rounding_map import read_grid, result, slug
 
@@ -96,9 +95,6 @@ def main():
     train(flags, jobs=4 if on_gpu else min(4, os.cpu_count() or 1))
 
     arms = list(read_grid(str(ROOT / GRID))["arms"])
-    png = OUT / "loss.png"
-    title = "O rounded to 2 mantissa bits; the same batches"
-    draw({arm: folder(arm) for arm in arms}, png, title)
     config = json.loads((folder(arms[0]) / "config.json").read_text())
     steps, seconds = config["max_iters"], time.time() - began
     print(
@@ -112,7 +108,7 @@ def main():
         "\n(20,000 rows, V < 0, other keys 12 to 14 below the maximum):"
     )
     print("\n".join(mechanism("cuda" if on_gpu else "cpu")))
-    print(f"\nLoss curves: {png.relative_to(ROOT)}")
+    print(f"\nLoss curves: {(OUT / 'loss.png').relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -19,5 +19,3 @@ else
     flags=("--jobs=$(nproc)" "$@")
 fi
 "$PYTHON" scripts/rounding_map.py "configs/grids/$grid.py" --summary=out/grids/summary.json "${flags[@]}"
-"$PYTHON" scripts/plot_runs.py out/grids/"$grid"/*/seed0 --png="out/grids/$grid/loss.png" \
-    --labels="$(cd "out/grids/$grid" && printf '%s\n' */ | tr -d / | paste -sd, -)"

@@ -7,7 +7,8 @@ Train a grid of runs, several at a time on one machine, and map which of them ex
 A grid is a Python file: `base`, a config; `flags` for all runs; `arms`, name → flags; `seeds`; and
 `compare`, pairs of arms for Fisher's exact test. An arm named "a | b" stands in row a and column b
 of the map. Runs that ended are kept, interrupted ones go on. After every run the folder has
-summary.json, table.md and map.png; --summary adds the grid to a file of several.
+summary.json, table.md, map.png and, of a grid of few arms, loss.png with the curves of the first
+seed; --summary adds the grid to a file of several.
 """
 
 import argparse
@@ -27,11 +28,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from plot_runs import draw as draw_losses
+
 from config import parse_args
 from diagnostics import read_metrics
 
 KEYS = {"base": str, "flags": list, "arms": dict, "seeds": list, "compare": list}
 LAST = 100  # steps that a final loss is the mean of
+CURVES = 7  # of arms that one plot of losses can show
 TELL_EVERY = 20  # seconds between lines that say how far runs are
 
 
@@ -303,6 +307,9 @@ def publish(grid: dict, tasks: list[Task], out: Path, name: str, collection: Pat
     write(out / "summary.json", json.dumps({name: summary}, indent=1) + "\n")
     write(out / "table.md", table(summary))
     draw(summary, out / "map.png", f"{name}: step of failure")
+    first = {t.arm: t.out for t in tasks if t.seed == grid["seeds"][0] and t.ended}
+    if 0 < len(first) <= CURVES:
+        draw_losses(first, out / "loss.png", f"{name}, seed {grid['seeds'][0]}")
     if collection:
         recipes = read_collection(collection)
         write(collection, json.dumps(recipes | {name: summary}, indent=1) + "\n")

@@ -54,7 +54,8 @@ def test_a_grid_runs_and_is_kept(tmp_path):
     assert arm["arithmetic"] == "paper"
     assert summary["arms"]["control | full"]["arithmetic"] == "sdpa"
     assert "original · full | `paper` | 0 of 2" in table(summary)
-    assert (tmp_path / "tiny" / "map.png").stat().st_size > 0
+    for name in ("map.png", "loss.png"):
+        assert (tmp_path / "tiny" / name).stat().st_size > 0
 
     (tmp_path / "tiny" / "original_full" / "seed1" / "ended.json").unlink()
     second = run(*args)
