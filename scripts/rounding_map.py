@@ -365,7 +365,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/grids"))
     parser.add_argument("--summary", type=Path, help="JSON file of several grids to add this to")
     args, flags = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the runs would go on alone
+    for number in (signal.SIGINT, signal.SIGTERM):  # else the runs would go on alone
+        signal.signal(number, signal.default_int_handler)
     try:
         grid = read_grid(args.grid)
         if args.jobs < 1:

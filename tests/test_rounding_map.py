@@ -111,7 +111,10 @@ def test_a_signal_ends_the_runs_too(number, tmp_path):
             assert process.poll() is None
             time.sleep(0.1)
         process.send_signal(number)
-        assert "interrupted" in process.communicate(timeout=60)[1]
+        try:
+            assert "interrupted" in process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert (folder / "ckpt.pt").exists()
     assert not (folder / "ended.json").exists()
