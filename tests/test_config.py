@@ -52,6 +52,7 @@ def test_files_then_flags_in_their_order(tmp_path):
         ("--attention=flash,sdpa", "attention is one, or one for each of n_layer=12, not 2"),
         ("--attention=fast", "attention must be of flash, sdpa, math"),
         ("--precision=paper,beta=x", "beta takes float, not 'x'"),
+        ("--precision=paper,beta=full", "beta takes float, not 'full'"),
         ("--precision=paper,beta=1", "beta is a finite number above 1"),
         ("--precision=paper,key_tile=24", "key_tile is a positive multiple of 16 or 'full'"),
         ("--seed=-1", "seed must be from 0 to"),

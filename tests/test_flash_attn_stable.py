@@ -16,6 +16,7 @@ from attention_cases import (
     within_one_ulp,
 )
 from conftest import ROOT
+from torch import library
 
 pytest.importorskip("triton")
 
@@ -319,14 +320,23 @@ def test_autocast_changes_nothing(arithmetic, device):
 
 
 def test_operators_keep_torchs_contract(device):
-    """torch.library's own checks: schema, fake tensors with the right strides."""
+    """What torch itself checks: schema, fake tensors with the right strides."""
     q, k, v, do = random_inputs(40, 16, device)
     ops = torch.ops.flash_attn_stable
     checks = ("test_schema", "test_faketensor")
     options = (True, 0.25, "official")
-    torch.library.opcheck(ops.forward.default, (q, k, v, *options, None), test_utils=checks)
+    library.opcheck(ops.forward.default, (q, k, v, *options, None), test_utils=checks)
     saved = ops.forward(q, k, v, *options, None)
-    torch.library.opcheck(ops.backward.default, (do, q, k, v, *saved, *options), test_utils=checks)
+    library.opcheck(ops.backward.default, (do, q, k, v, *saved, *options), test_utils=checks)
+
+
+def test_gradients_have_no_gradients(device):
+    """They were rounded on the way: a second derivative would be silently wrong."""
+    q, k, v = (x.requires_grad_() for x in random_inputs(20, 16, device, count=3))
+    loss = flash_attention(q, k, v).square().sum()
+    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.float().square().sum().backward()
 
 
 def test_only_some_inputs_need_gradients(device):

@@ -128,6 +128,24 @@ def test_flags_are_checked_before_any_run(tmp_path):
     assert result.stderr.startswith("error: unknown key 'learning_rat'")
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--seed=1", "--seed=1: each run has its own"),
+        ("--out_dir=x", "--out_dir=x: each run has its own"),
+        ("--summary=nowhere/x.json", "no such folder"),
+        (f"--summary={__file__}", "is not a file of summaries"),
+    ],
+)
+def test_flags_that_would_spoil_a_grid(flag, message, tmp_path):
+    grid = tmp_path / "grid.py"
+    grid.write_text(GRID.format(flags=TINY))
+    result = run(str(grid), f"--out={tmp_path}", flag)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not list(tmp_path.rglob("seed*"))
+
+
 def test_the_projects_grids_are_valid():
     from config import parse_args
 

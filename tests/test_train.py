@@ -1,6 +1,7 @@
 """The training loop as a user runs it: processes, resuming, signals, bad input."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from helpers import TINY, command, environment, losses, metrics, train, write_co
 import train as train_module
 from checkpoints import Checkpoints
 from config import TrainConfig
-from diagnostics import LossWatch
+from diagnostics import LossWatch, MetricsLog
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +266,14 @@ def test_the_error_of_one_process_is_that_of_all(tmp_path):
         [*command, str(script), str(ROOT)], capture_output=True, text=True, timeout=120
     )
     assert all(f"process {i}: only here" in result.stdout for i in (0, 1))
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    log.write({"iter": 1, "loss": math.nan, "by_layer": [1.0, math.inf]})
+    log.close(0)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert metrics(tmp_path) == [{"iter": 1, "loss": None, "by_layer": [1.0, None]}]
 
 
 def test_evaluates_only(corpus, one_process, tmp_path):
