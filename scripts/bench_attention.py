@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -64,7 +64,7 @@ AUTHORS_TILE = 512  # queries, and keys, of a tile in their training
 IMPLS = ("ours", *SDPA, "flex", *AUTHORS)
 FWD, FWD_BWD = PASSES = ("fwd", "fwd_bwd")
 WARMUP = 25  # ms
-ROUNDS = 3
+ROUNDS = 10
 HOST_CALLS = 10
 
 
@@ -106,6 +106,7 @@ class Result(NamedTuple):
         return flops * (3.5 if self.which == FWD_BWD else 1) / self.median * 1e-9
 
 
+@lru_cache(2)  # all at the same addresses, which move a time by a percent or two
 def make_inputs(shape: Shape, strided: bool, device: str = "cuda") -> list[Tensor]:
     """q, k, v [B, H, T, D]: BF16, normal, requiring gradients."""
     B, H, T, D, _ = shape
@@ -180,6 +181,9 @@ def prepare(name: str, shape: Shape, authors: Callable | None) -> dict[str, tupl
     return calls
 
 
+graph_pool = cache(torch.cuda.graph_pool_handle)  # one for all, as the inputs
+
+
 def captured(call: Callable) -> Callable:
     """The replay of a CUDA graph of what the call launches; if it does more than that, the call."""
     stream = torch.cuda.Stream()
@@ -190,7 +194,7 @@ def captured(call: Callable) -> Callable:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=graph_pool()):
             call()
     except RuntimeError as error:
         print(f"not captured: {str(error).splitlines()[0]}", flush=True)
@@ -203,8 +207,8 @@ def captured(call: Callable) -> Callable:
 
 
 def bench(names: list[str], shape: Shape, authors: Callable | None, rep: int) -> list[Result]:
-    """Both passes of each implementation, timed in turn, ROUNDS times, so that a GPU that gets
-    slower as it warms does so to all."""
+    """Both passes of each implementation, timed in turn, ROUNDS times, so that a GPU whose clock
+    falls (an H200 at its power limit loses some percent, now and then) is slower for all."""
     from triton.testing import do_bench
 
     prepared = {name: prepare(name, shape, authors) for name in names}
