@@ -1,0 +1,14 @@
+"""Step of the explosion against mantissa bits of O, on two CPU cores: does the trend reach BF16's 7?
+
+Expected: two bits explode at 2,500; three later or not within 5,000 steps; more never, nor any
+with a consistent δ. A trend would then rest on one point, and say nothing of 7 bits.
+"""
+
+base = "configs/fast_cpu.py"
+flags = ["--max_iters=5000"]
+arms = {
+    f"{bits} bits | {name}": [f"--precision=paper,mantissa_bits={bits},delta={delta}"]
+    for bits in (2, 3, 4, 5, 7)
+    for name, delta in (("original", "o"), ("δ consistent", "dp_p"))
+}
+seeds = [0, 1]
