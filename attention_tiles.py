@@ -98,7 +98,10 @@ def _forward_tile(C: Constants, length: int) -> dict:
     power = tile & -tile
     if tile == power <= longest:
         return dict(BM=64, BN=tile)
-    return dict(BM=64, BN=min(64 if one and C.BD <= 64 else 32, power), BN_max=min(64, power))
+    if one:  # said so, the kernel need not keep an accumulator beside P̄V
+        P = replace(C.P, key_tile="full")
+        return dict(BM=64, BN=64 if C.BD <= 64 else 32, BN_max=64, P=P)
+    return dict(BM=64, BN=min(32, power), BN_max=min(64, power))
 
 
 @lru_cache
