@@ -1,19 +1,19 @@
-"""The fixes against the logical tile: original, paper's (β 2, 4, 7), bounded. O: 5 bits.
+"""The fixes against the logical tile: original, paper's (β 2, 4, 7), bounded, in true BF16.
 
-Expected: all explode, as the size of the error does not depend on the shift; shorter tiles, which
-round O more often, earlier.
+Expected: no explosion within 6,000 steps in tiles of 512 keys or one tile (none in 2,000 before);
+in tiles of 128 a rise near 5,000, from one run of an older kernel.
 """
 
-base = "configs/fast_coarse.py"
+base = "configs/fast_bf16.py"
 _fixes = {
     "original": "stable=off",
     "paper's fix, β 2": "stable=paper,beta=2",
     "paper's fix, β 4": "stable=paper,beta=4",
     "paper's fix, β 7": "stable=paper,beta=7",
-    "bounded": "stable=bounded",
+    "bounded shift": "stable=bounded",
 }
 arms = {
-    f"{name} | {tile}": [f"--precision=official,mantissa_bits=5,key_tile={tile},{fix}"]
+    f"{name} | {tile}": [f"--precision=official,key_tile={tile},{fix}"]
     for name, fix in _fixes.items()
     for tile in (128, 512, "full")
 }

@@ -1,0 +1,18 @@
+"""The loss explosion in true BF16, in minutes on one GPU: GPT-2 tokens, logical tiles of 16 keys.
+
+30M parameters, 16,384 tokens a step. `official` arithmetic rounds a row of 1,024 keys to BF16 up to
+64 times. Its loss exploded at step 3,479 in the run that this recipe was chosen by, two minutes of
+an H200, as W_Q and the scores of the second and third layer ran away. The arms of
+configs/grids/fast_bf16.py differ in `precision` alone.
+"""
+
+from configs.lab_original import *
+
+out_dir = "out/fast_bf16"
+wandb_run_name = "fast_bf16"
+precision = "official,key_tile=16"
+max_iters = 6000
+eval_interval = 500
+stop_on_explosion = True
+log_attention = True
+always_save_checkpoint = False
