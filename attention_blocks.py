@@ -153,6 +153,17 @@ def store_rows(x, b_x, start, stride, T, C: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def held(b_x, C: tl.constexpr):
+    """A left operand of many products: where the tiles say so, in registers, which spares shared
+    memory's bandwidth. A product with 1 is exact, and its result lies as an operand does."""
+    if C.held and not INTERPRETED:
+        o_d = tl.arange(0, C.BD)
+        b_one = (o_d[:, None] == o_d[None, :]).to(b_x.dtype)
+        b_x = tl.dot(b_x, b_one).to(b_x.dtype)
+    return b_x
+
+
+@triton.jit
 def product_transposed(b_a, b_b, C: tl.constexpr):
     """A Bᵀ in FP32."""
     return dot(b_a, tl.trans(b_b), tl.full([b_a.shape[0], b_b.shape[0]], 0.0, dtype=tl.float32), C)

@@ -9,6 +9,7 @@ import torch
 from precision import Precision, of_heads
 
 ROOMY = 160 * 1024  # bytes: A100, H100 and later data-centre GPUs; consumer cards have 99 KB
+HOPPER = 200 * 1024  # whose tensor cores read left operands from shared memory unless told not to
 LARGEST_BLOCK = 128  # rows; every block's rows divide it
 
 
@@ -27,6 +28,7 @@ class Constants:
     BM: int = 0
     BN: int = 0
     BN_max: int = 0  # keys of a physical tile in the first of two readings; 0: one reading
+    held: bool = False  # in registers: Q, Q and dO, or K and V, which a block reads once
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def dq_tiles(A: Arithmetics, shared: int) -> tuple[Arithmetics, dict]:
     wide = A.of[0].BD > 64
     narrow = wide and any(C.P.delta == "dp_p" for C in A.of)
     stages = 3 if shared >= ROOMY and (narrow or not wide) else 2
-    tile = dict(BM=64, BN=32 if narrow else 64)
+    tile = dict(BM=64, BN=32 if narrow else 64, held=shared >= HOPPER and not wide)
     return _each(A, lambda C: tile), dict(num_warps=4, num_stages=stages)
 
 

@@ -14,6 +14,7 @@ from attention_blocks import (
     LOG2E,
     dot,
     empty_like_heads,
+    held,
     load_rows,
     load_vector,
     of_head,
@@ -90,7 +91,7 @@ def _dq(
     o_q = start_q + tl.arange(0, C.BM)
     b_lse = load_vector(lse + i_bh * T, start_q, T, C, C.BM)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1) * (1 + C.P.delta_error)
-    b_do = operand(b_do, C)
+    b_q, b_do = held(b_q, C), held(operand(b_do, C), C)
 
     b_dq = tl.full([C.BM, C.BD], 0.0, dtype=tl.float32)
     b_p_sum = tl.full([C.BM], 0.0, dtype=tl.float32)
@@ -164,8 +165,8 @@ def _dkdv(
     do = of_head(do, i_bh, H, stride_do)
     lse += i_bh * T
     delta += i_bh * T
-    b_k = load_rows(of_head(k, i_bh, H, stride_k), start_k, stride_k, T, C, C.BN)
-    b_v = load_rows(of_head(v, i_bh, H, stride_v), start_k, stride_v, T, C, C.BN)
+    b_k = held(load_rows(of_head(k, i_bh, H, stride_k), start_k, stride_k, T, C, C.BN), C)
+    b_v = held(load_rows(of_head(v, i_bh, H, stride_v), start_k, stride_v, T, C, C.BN), C)
     b_dk = tl.full([C.BN, C.BD], 0.0, dtype=tl.float32)
     b_dv = tl.full([C.BN, C.BD], 0.0, dtype=tl.float32)
 

@@ -35,6 +35,7 @@ from attention_blocks import (
     LOG2E,
     dot,
     empty_like_heads,
+    held,
     load_rows,
     of_head,
     on,
@@ -299,7 +300,7 @@ def _forward(
     C: tl.constexpr = A.of[KIND]
     k = of_head(k, i_bh, H, stride_k)
     v = of_head(v, i_bh, H, stride_v)
-    b_q = load_rows(of_head(q, i_bh, H, stride_q), start_q, stride_q, T, C, C.BM)
+    b_q = held(load_rows(of_head(q, i_bh, H, stride_q), start_q, stride_q, T, C, C.BM), C)
     o_q = start_q + tl.arange(0, C.BM)
     b_index = (i_bh * T + o_q)[:, None] * C.D + tl.arange(0, C.BD)[None, :]
     if C.P.stochastic:

@@ -40,7 +40,7 @@ class Candidate:
     arithmetic: str
     head_dim: int
     length: int
-    tile: tuple[tuple[str, int], ...]  # of BM, BN and BN_max
+    tile: tuple[tuple[str, int], ...]  # of BM, BN, BN_max and held
     options: tuple[tuple[str, int], ...]  # num_warps, num_stages, maxnreg
     chosen: bool = False  # by attention_tiles.py
 
@@ -61,7 +61,7 @@ def candidates(arithmetic: str, length: int, head_dim: int) -> Iterator[Candidat
     }
     for kernel, (tiled, options) in choices.items():
         C = tiled.of[0]
-        tile = dict(BM=C.BM, BN=C.BN, BN_max=C.BN_max)
+        tile = dict(BM=C.BM, BN=C.BN, BN_max=C.BN_max, held=C.held)
         seen = set()
         for changed in [(tile, options), *alternatives(kernel, tile)]:
             key = tuple(tuple(sorted(part.items())) for part in changed)
@@ -75,12 +75,13 @@ def alternatives(kernel: str, tile: dict) -> Iterator[tuple[dict, dict]]:
     rows = {"forward": (64, 128), "dq": (64, 128), "dkdv": (32, 64)}[kernel]
     once = kernel == "forward" and not tile["BN_max"]
     keys = (tile["BN"],) if once else (32, 64, 128) if kernel == "dkdv" else (32, 64)
-    for BM, BN, stages, registers in itertools.product(rows, keys, (2, 3, 4), (None, 168, 128)):
+    stages_registers_held = (2, 3, 4), (None, 168, 128), (False, True)
+    for BM, BN, stages, registers, held in itertools.product(rows, keys, *stages_registers_held):
         warps = 8 if max(BM, BN) == 128 else 4
         options = dict(num_warps=warps, num_stages=stages)
         if registers:
             options["maxnreg"] = registers
-        yield tile | dict(BM=BM, BN=BN), options
+        yield tile | dict(BM=BM, BN=BN, held=held), options
 
 
 @cache

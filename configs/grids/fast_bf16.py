@@ -3,9 +3,10 @@
 Expected, from single runs of seed 0: the original explodes in most seeds, between 3,000 and 6,000;
 the others in none; with the fix the loss falls more slowly, by 0.1 to 0.2 at step 2,000.
 
-The paper's account would be refuted here by an original that trains like the control in most seeds,
-by a fix that explodes or rises as the original does, or by a control that does. That δ is what
-kills would be refuted by a consistent δ that explodes or rises: its O is as biased as the original's.
+The paper's account would be refuted here by an original that trains like the control in most
+seeds, by a fix that explodes or rises as the original does, or by a control that does. That δ is
+what kills would be refuted by a consistent δ that explodes or rises: its O is as biased as the
+original's.
 """
 
 base = "configs/fast_bf16.py"

@@ -1,4 +1,4 @@
-"""Step of the explosion against mantissa bits of O, on two CPU cores: does the trend reach BF16's 7?
+"""Step of the explosion against mantissa bits of O, on two CPU cores: does it reach BF16's 7?
 
 Expected: two bits explode at 2,500; three later or not within 5,000 steps; more never, nor any
 with a consistent δ. A trend would then rest on one point, and say nothing of 7 bits.

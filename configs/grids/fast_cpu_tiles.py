@@ -1,7 +1,7 @@
 """The fixes against the logical tile, on two CPU cores; O has 2 mantissa bits, a row 128 keys.
 
-Expected: the error's size does not depend on the shift, so all explode or rise; shorter tiles, which
-round O more often, earlier.
+Expected: the error's size does not depend on the shift, so all explode or rise; shorter tiles,
+which round O more often, earlier.
 """
 
 base = "configs/fast_cpu.py"
