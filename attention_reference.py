@@ -18,6 +18,7 @@ from torch import Tensor
 from precision import BF16, FP32_OUTPUT, Precision, fp32_output, of_heads
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+MIX = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)  # MurmurHash3's, and the golden ratio's
 SPREAD = 0x79B1  # of the odd numbers tried, one with little bias left (scripts/rounding_bias.py)
 
 
@@ -140,7 +141,7 @@ def _backward(do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT, causal, scale, P
             dp_BHTN = do_operand[:, :, rows] @ v_BHTD[:, :, keys].mT
             yield rows, keys, p_BHTN, _round(dp_BHTN, P.dp, dtype)
 
-    delta_BHT1 = (do_BHTD * o_BHTD).sum(-1, keepdim=True) * (1 + P.delta_error)
+    delta_BHT1 = delta_of_output(do_BHTD, o_BHTD, P)
     epsilon_BHT1 = torch.zeros_like(delta_BHT1)
     if P.delta == "dp_p":  # ε = rowsum(P ∘ (dP − δ)) / rowsum(P), and δ + ε is the new δ
         p_sum = torch.zeros_like(delta_BHT1)
@@ -162,6 +163,26 @@ def _backward(do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT, causal, scale, P
             dq_BHTD[:, :, rows] -= epsilon * scale * (p_operand @ k_BHTD[:, :, keys])
         dq_BHTD[:, :, rows] += ds_BHTN @ k_BHTD[:, :, keys]
     return dq_BHTD, dk_BHTD, dv_BHTD, (delta_BHT1 + epsilon_BHT1)[..., 0]
+
+
+def delta_of_output(do_BHTD: Tensor, o_BHTD: Tensor, P: Precision) -> Tensor:
+    """δ = rowsum(dO ∘ O) [B, H, T, 1] with the errors on purpose that `P` names; FP32 inputs.
+
+    The noise of a row is what independent errors of O's elements sum to, √(Σ (dO ∘ O)²), times a
+    number that is uniform over rows, drawn from the bits of dO: the same wherever it is computed.
+    """
+    x_BHTD = do_BHTD * o_BHTD
+    delta_BHT1 = x_BHTD.sum(-1, keepdim=True) * (1 + P.delta_error)
+    if P.delta_noise:
+        odd = torch.arange(1, 2 * x_BHTD.shape[-1], 2, device=x_BHTD.device) * MIX[0]
+        h = (do_BHTD.contiguous().view(torch.int32) * odd).sum(-1, keepdim=True)
+        for shift, factor in zip((16, 13, 16), (*MIX[1:], 1), strict=True):
+            h &= 0xFFFFFFFF
+            h = (h ^ h >> shift) * factor
+        uniform = ((h & 0xFFFFFFFF) >> 8).float() * 2.0**-23 - 1
+        size = x_BHTD.square().sum(-1, keepdim=True).sqrt()
+        delta_BHT1 += (3**0.5 * P.delta_noise) * uniform * size
+    return delta_BHT1
 
 
 def score_tiles(

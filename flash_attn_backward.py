@@ -32,7 +32,28 @@ from attention_blocks import (
     visible,
     with_dense_rows,
 )
+from attention_reference import MIX
 from attention_tiles import arithmetic_of_head, arithmetics, dkdv_tiles, dq_tiles, shared_memory
+
+MIX0, MIX1, MIX2 = (tl.constexpr and tl.constexpr(x) for x in MIX)
+
+
+@triton.jit
+def _delta_of_output(b_do, b_o, C: tl.constexpr):
+    """`attention_reference.delta_of_output` of BM rows."""
+    b_do = b_do.to(tl.float32)
+    b_x = b_do * b_o.to(tl.float32)
+    b_delta = tl.sum(b_x, 1) * (1 + C.P.delta_error)
+    if C.P.delta_noise > 0:
+        b_odd = (2 * tl.arange(0, C.BD) + 1).to(tl.uint32) * MIX0
+        b_h = tl.sum(b_do.to(tl.uint32, bitcast=True) * b_odd[None, :], 1)
+        b_h = (b_h ^ (b_h >> 16)) * MIX1
+        b_h = (b_h ^ (b_h >> 13)) * MIX2
+        b_h ^= b_h >> 16
+        b_uniform = (b_h >> 8).to(tl.float32) * 2.0**-23 - 1
+        b_size = tl.sqrt(tl.sum(b_x * b_x, 1))
+        b_delta += (3**0.5 * C.P.delta_noise) * b_uniform * b_size
+    return b_delta
 
 
 @triton.jit
@@ -90,7 +111,7 @@ def _dq(
     b_o = load_rows(of_head(o, i_bh, H, stride_o), start_q, stride_o, T, C, C.BM)
     o_q = start_q + tl.arange(0, C.BM)
     b_lse = load_vector(lse + i_bh * T, start_q, T, C, C.BM)
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1) * (1 + C.P.delta_error)
+    b_delta = _delta_of_output(b_do, b_o, C)
     b_q, b_do = held(b_q, C), held(operand(b_do, C), C)
 
     b_dq = tl.full([C.BM, C.BD], 0.0, dtype=tl.float32)

@@ -65,6 +65,14 @@ def test_error_of_delta_is_seen(device):
     assert off["delta_error"] == pytest.approx([0.1] * 3, abs=0.01)
 
 
+def test_noise_of_delta_is_seen(device):
+    """Errors of δ that differ from row to row, with nothing in common."""
+    torch.manual_seed(0)
+    off = statistics(device, precision="fa2,output=fp32,delta_noise=0.1")
+    assert min(off["ds_std"]) > 0.01
+    assert max(map(abs, off["delta_error"])) < 0.02
+
+
 def test_error_of_delta_without_training(device):
     cell = measure("fa2,output=fp32,delta_error=0.1", 64, 1.0, seed=0, device=device)
     assert re.match(r"\+(9\.9|10\.0)\d ± 0\.\d\d / 10\.", cell), cell
