@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -238,6 +240,28 @@ def test_a_process_that_cannot_start_stops_all(corpus, tmp_path):
     result = train(*flags, processes=2, check=False)
     assert result.returncode != 0
     assert result.stderr.count("error: out_dir=/proc/out is not writable") == 1
+
+
+def test_a_killed_process_ends_the_job(corpus, tmp_path):
+    """Within a minute, saying which one and why."""
+    flags = [*TINY, f"--dataset={corpus}", f"--out_dir={tmp_path}", "--max_iters=100000"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command(*flags, processes=2), env=environment(), **pipes) as process:
+        for line in process.stdout:
+            if line.startswith("iter 5:"):
+                children = f"/proc/{process.pid}/task/{process.pid}/children"
+                ranks = {rank_of(pid): pid for pid in map(int, Path(children).read_text().split())}
+                os.kill(ranks[1], signal.SIGKILL)
+                break
+        _, said = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "rank      : 1" in said
+    assert "Signal 9 (SIGKILL)" in said
+
+
+def rank_of(pid: int) -> int | None:
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next((int(v[5:]) for v in variables if v.startswith("RANK=")), None)
 
 
 ONE_FAILS = """
