@@ -19,4 +19,4 @@ else
     [ -f data/pysource/meta.json ] || "$PYTHON" data/pysource/prepare.py
     flags=("--jobs=$(nproc)" "$@")
 fi
-"$PYTHON" scripts/rounding_map.py "configs/grids/$grid.py" --summary=out/grids/summary.json "${flags[@]}"
+"$PYTHON" scripts/rounding_map.py "configs/grids/$grid.py" "${flags[@]}"

@@ -1,12 +1,15 @@
 """The grid of runs: what it counts, what it keeps, what it refuses."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 from helpers import TINY, environment, metrics, write_corpus
 
@@ -144,6 +147,19 @@ def test_flags_that_would_spoil_a_grid(flag, message, tmp_path):
     assert result.returncode == 2
     assert message in result.stderr
     assert not list(tmp_path.rglob("seed*"))
+
+
+def test_reproduce_gets_to_its_grid(tmp_path):
+    """The one command, as far as a flag that no run can have."""
+    python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    dataset = ["pysource"] if torch.cuda.is_available() else []
+    script = ["bash", str(ROOT / "scripts" / "reproduce.sh"), *dataset]
+    command = [*script, f"--out={tmp_path}", "--n_head=0"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment() | {"PATH": python}, timeout=300
+    )
+    assert result.returncode == 2
+    assert "n_head" in result.stderr
 
 
 def test_the_projects_grids_are_valid():
