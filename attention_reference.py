@@ -168,12 +168,12 @@ def _backward(do_BHTD, q_BHTD, k_BHTD, v_BHTD, o_BHTD, lse_BHT, causal, scale, P
 def delta_of_output(do_BHTD: Tensor, o_BHTD: Tensor, P: Precision) -> Tensor:
     """δ = rowsum(dO ∘ O) [B, H, T, 1] with the errors on purpose that `P` names; FP32 inputs.
 
-    The noise of a row is what independent errors of O's elements sum to, √(Σ (dO ∘ O)²), times a
-    number that is uniform over rows, drawn from the bits of dO: the same wherever it is computed.
+    √(Σ (dO ∘ O)²) is what independent errors of O's elements sum to. The noise is a number that is
+    uniform over rows times it, drawn from the bits of dO: the same wherever it is computed.
     """
     x_BHTD = do_BHTD * o_BHTD
     delta_BHT1 = x_BHTD.sum(-1, keepdim=True) * (1 + P.delta_error)
-    if P.delta_noise:
+    if P.delta_offset or P.delta_noise:
         odd = torch.arange(1, 2 * x_BHTD.shape[-1], 2, device=x_BHTD.device) * MIX[0]
         h = (do_BHTD.contiguous().view(torch.int32) * odd).sum(-1, keepdim=True)
         for shift, factor in zip((16, 13, 16), (*MIX[1:], 1), strict=True):
@@ -181,7 +181,7 @@ def delta_of_output(do_BHTD: Tensor, o_BHTD: Tensor, P: Precision) -> Tensor:
             h = (h ^ h >> shift) * factor
         uniform = ((h & 0xFFFFFFFF) >> 8).float() * 2.0**-23 - 1
         size = x_BHTD.square().sum(-1, keepdim=True).sqrt()
-        delta_BHT1 += (3**0.5 * P.delta_noise) * uniform * size
+        delta_BHT1 += ((3**0.5 * P.delta_noise) * uniform + P.delta_offset) * size
     return delta_BHT1
 
 

@@ -44,7 +44,7 @@ def _delta_of_output(b_do, b_o, C: tl.constexpr):
     b_do = b_do.to(tl.float32)
     b_x = b_do * b_o.to(tl.float32)
     b_delta = tl.sum(b_x, 1) * (1 + C.P.delta_error)
-    if C.P.delta_noise > 0:
+    if C.P.delta_offset != 0 or C.P.delta_noise > 0:
         b_odd = (2 * tl.arange(0, C.BD) + 1).to(tl.uint32) * MIX0
         b_h = tl.sum(b_do.to(tl.uint32, bitcast=True) * b_odd[None, :], 1)
         b_h = (b_h ^ (b_h >> 16)) * MIX1
@@ -52,7 +52,7 @@ def _delta_of_output(b_do, b_o, C: tl.constexpr):
         b_h ^= b_h >> 16
         b_uniform = (b_h >> 8).to(tl.float32) * 2.0**-23 - 1
         b_size = tl.sqrt(tl.sum(b_x * b_x, 1))
-        b_delta += (3**0.5 * C.P.delta_noise) * b_uniform * b_size
+        b_delta += ((3**0.5 * C.P.delta_noise) * b_uniform + C.P.delta_offset) * b_size
     return b_delta
 
 

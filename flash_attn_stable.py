@@ -410,7 +410,8 @@ def delta_gap(
     """What δ of the backward pass lacks to agree with its P and dP: Σ_j dS_j / (scale · Σ_j P_j) =
     rowsum(dP ∘ P) / rowsum(P) − δ, and δ itself, FP32 [B, H, T]. Arguments: `output_and_deltas`.
     """
-    agreeing = changed(precision, delta="dp_p", delta_error=0.0, delta_noise=0.0)
+    no_error = dict(delta_error=0.0, delta_offset=0.0, delta_noise=0.0)
+    agreeing = changed(precision, delta="dp_p", **no_error)
     _, delta, other = output_and_deltas(q, k, v, do, causal, scale, precision, agreeing)
     return other - delta, delta
 

@@ -49,8 +49,11 @@ class Precision:
     # δ of the backward pass: o: from O as rounded; o_fp32: from an O recomputed with row_sum, pv,
     # accumulator and output in FP32; dp_p: rowsum(dP ∘ P) / rowsum(P), so rows of dS sum to zero
     delta: str = "o"
-    delta_error: float = 0.0  # δ times 1 + this: what an O that is off by as much does to gradients
-    delta_noise: float = 0.0  # and what one does whose elements are off by this at random (std)
+    # errors of δ on purpose: δ times 1 + delta_error; then, in units of √(Σ (dO ∘ O)²), one for all
+    # rows, and one at random, as if each element of O were off by as much (standard deviation)
+    delta_error: float = 0.0
+    delta_offset: float = 0.0
+    delta_noise: float = 0.0
     # m where a row's maximum r_m is repeated: off: r_m; paper: β·r_m if r_m > 0, 0 if r_m < 0
     # (section 4, Algorithm 1); bounded: r_m + c, 0 ≤ c < 2 log 2, attention_reference.tile_maximum
     stable: str = "off"
@@ -70,12 +73,12 @@ class Precision:
             raise ValueError(f"key_tile is a positive multiple of 16 or 'full', not {tile!r}")
         if not (type(self.mantissa_bits) is int and 2 <= self.mantissa_bits <= 7):
             raise ValueError(f"mantissa_bits is an int from 2 to 7, not {self.mantissa_bits!r}")
-        if not -1 < self.delta_error < 1:
-            raise ValueError(f"delta_error is a number from -1 to 1, not {self.delta_error!r}")
-        if not 0 <= self.delta_noise < 1:
-            raise ValueError(f"delta_noise is a number from 0 to 1, not {self.delta_noise!r}")
-        if (self.delta_error or self.delta_noise) and self.delta == "dp_p":
-            raise ValueError("delta_error and delta_noise are for δ = o or o_fp32, not dp_p")
+        for name, least in (("delta_error", -1), ("delta_offset", -1), ("delta_noise", 0)):
+            value = getattr(self, name)
+            if not (least <= value < 1 and value != -1):
+                raise ValueError(f"{name} is a number from {least} to 1, not {value!r}")
+            if value and self.delta == "dp_p":
+                raise ValueError(f"{name} is for δ = o or o_fp32, not dp_p")
         if not 1 < self.beta < float("inf"):
             raise ValueError(f"beta is a finite number above 1, not {self.beta!r}")
         if not 0 <= self.tie_tolerance < float("inf"):

@@ -65,12 +65,16 @@ def test_error_of_delta_is_seen(device):
     assert off["delta_error"] == pytest.approx([0.1] * 3, abs=0.01)
 
 
-def test_noise_of_delta_is_seen(device):
-    """Errors of δ that differ from row to row, with nothing in common."""
+def test_noise_and_offset_of_delta_are_seen(device):
+    """Noise differs from row to row with nothing in common, an offset has one sign."""
     torch.manual_seed(0)
-    off = statistics(device, precision="fa2,output=fp32,delta_noise=0.1")
-    assert min(off["ds_std"]) > 0.01
-    assert max(map(abs, off["delta_error"])) < 0.02
+    noise = statistics(device, precision="fa2,output=fp32,delta_noise=0.1")
+    assert min(noise["ds_std"]) > 0.01
+    assert max(map(abs, noise["delta_error"])) < 0.02
+    for sign in (1, -1):
+        offset = statistics(device, precision=f"fa2,output=fp32,delta_offset={sign * 0.1}")
+        assert max(-sign * x for x in offset["ds_mean"]) > 0.01
+        assert min(-sign * x for x in offset["ds_mean"]) > 0
 
 
 def test_error_of_delta_without_training(device):

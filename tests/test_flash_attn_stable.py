@@ -32,7 +32,7 @@ OVERRIDES = [
     "official,delta=dp_p,stable=bounded",
     "paper,delta=o_fp32,mantissa_bits=3",
     "fa2,delta_error=0.25",
-    "official,delta_noise=0.25",
+    "official,delta_noise=0.25,delta_offset=-0.1",
     "official,key_tile=32/fa2,delta=dp_p@1",
     "official,key_tile=48,stable=paper",
     "paper,scores=fp32,stable=paper",
