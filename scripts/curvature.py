@@ -99,7 +99,7 @@ def main() -> int:
             rounding = partial(rounded, bits=bits, stochastic=stochastic)
             values = [terms(model, x[:, :-1], x[:, 1:], rounding) for x in tokens]
             cells = [
-                f"{statistics.fmean(v):+.3%} ± {statistics.stdev(v) / len(v) ** 0.5:.3%}"
+                f"{statistics.fmean(v):+.4%} ± {statistics.stdev(v) / len(v) ** 0.5:.4%}"
                 for v in zip(*values, strict=True)
             ]
             name = "stochastic" if stochastic else "nearest"
