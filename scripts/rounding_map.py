@@ -8,7 +8,8 @@ A grid is a Python file: `base`, a config; `flags` for all runs; `arms`, name �
 `compare`, pairs of arms for Fisher's exact test. An arm named "a | b" stands in row a and column b
 of the map. Runs that ended are kept, interrupted ones go on. After every run the folder has
 summary.json, table.md, map.png and, of a grid of few arms, loss.png with the curves of the first
-seed; --summary adds the grid to a file of several.
+seed; --summary adds the grid to a file of several. "δ too large by" is the mean error of δ relative
+to its RMS, over seeds, layers and the evaluations from step 500 on until the loss rises.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from diagnostics import read_metrics
 
 KEYS = {"base": str, "flags": list, "arms": dict, "seeds": list, "compare": list}
 LAST = 100  # steps that a final loss is the mean of
+FIRST = 500  # step from which on errors of δ count
 CURVES = 7  # of arms that one plot of losses can show
 TELL_EVERY = 20  # seconds between lines that say how far runs are
 
@@ -152,6 +154,14 @@ def result(folder: Path) -> dict:
     }
 
 
+def errors_of_delta(folder: Path) -> list[float]:
+    """Mean error of δ, relative to its RMS, of each layer and evaluation before the loss rises."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    end = min((x["iter"] for x in lines if "event" in x), default=math.inf)
+    logged = [x["ds_mean"] for x in lines if "ds_mean" in x and FIRST <= x["iter"] < end]
+    return [-x for layers in logged for x in layers if x is not None]
+
+
 def busy_minutes(tasks: list[Task]) -> float:
     """Wall time in which at least one of the runs that ended was running."""
     spans = sorted((t.ended["start"], t.ended["end"]) for t in tasks if t.ended)
@@ -185,12 +195,17 @@ def summarize(grid: dict, tasks: list[Task]) -> dict:
         config = json.loads((ended[0].out / "config.json").read_text())
         about = json.loads((ended[0].out / "environment.json").read_text())
         flash = "flash" in config["attention"]
+        errors = [x for t in ended for x in errors_of_delta(t.out)]
         arms[arm] = {key: [row[key] for row in rows] for key in rows[0]} | {
             "tokens_per_step": config["batch_size"]
             * config["gradient_accumulation_steps"]
             * config["block_size"],
             "parameters": about["parameters"],
             "arithmetic": config["precision"] if flash else config["attention"],
+            "delta_error_mean": statistics.fmean(errors) if errors else None,
+            "delta_error_se": statistics.stdev(errors) / len(errors) ** 0.5
+            if len(errors) > 1
+            else None,
         }
     seeds = {t.seed for t in tasks if t.ended}
     pairs = [pair for pair in grid["compare"] if set(pair) <= set(arms)]
@@ -232,6 +247,7 @@ def table(summary: dict) -> str:
         "not finite at",
         "rise at",
         "final loss",
+        "δ too large by",
     )
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for name, arm in summary["arms"].items():
@@ -243,7 +259,10 @@ def table(summary: dict) -> str:
             for key in ("explosion_step", "non_finite_step", "rise_step")
         ]
         count = "{} of {}".format(*failed_of(arm))
-        cells = [name.replace("|", "·"), f"`{arm['arithmetic']}`", count, *steps, loss]
+        error = "–"
+        if arm["delta_error_se"] is not None:
+            error = f"{arm['delta_error_mean']:+.3%} ± {arm['delta_error_se']:.3%}"
+        cells = [name.replace("|", "·"), f"`{arm['arithmetic']}`", count, *steps, loss, error]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [f"\n{pair}: p = {p:.2g} (Fisher)" for pair, p in summary["fisher_exact_p"].items()]
     lines.append(f"\nwall minutes a seed, all arms: {summary['wall_minutes_a_seed']:.1f}")

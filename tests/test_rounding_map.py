@@ -14,7 +14,7 @@ from conftest import ROOT
 from helpers import TINY, environment, metrics, write_corpus
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from rounding_map import fisher, read_grid, table
+from rounding_map import errors_of_delta, fisher, read_grid, table
 
 SCRIPT = ROOT / "scripts" / "rounding_map.py"
 GRID = """
@@ -69,6 +69,14 @@ def test_a_grid_runs_and_is_kept(tmp_path):
     other = run(*args, "--learning_rate=1e-3")  # would mix two experiments
     assert other.returncode == 2
     assert "holds a run with another learning_rate" in other.stderr
+
+
+def test_errors_of_delta_are_of_a_trained_model_before_it_fails(tmp_path):
+    """Rows of dS that sum to less than zero are a δ that is too large."""
+    evaluations = [{"iter": i, "ds_mean": [-0.1 * i, None]} for i in range(0, 2000, 500)]
+    lines = [*evaluations, {"event": "rise", "iter": 1500, "detected_iter": 1599}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert errors_of_delta(tmp_path) == [50, 100]
 
 
 @pytest.mark.parametrize(
