@@ -3,7 +3,7 @@ Which statistic of attention tells the runs that will fail from the others, befo
 
     python scripts/foretell.py PATH … [--steps=500,1000,1500]
 
-PATH: folders with runs below them, or .tar.gz of such, trained with --log_attention=True. At each
+PATH: folders with runs below them, or tar files of such, trained with --log_attention=True. At each
 step, of the runs whose loss has not risen by then: AUC, the chance that the statistic (of the layer
 where it is largest) is larger in a run that fails later, one whose loss rises, explodes or is not
 finite, than in one that does not. 1 foretells, 0.5 says nothing, 0 foretells the opposite.
@@ -51,7 +51,7 @@ def runs_below(path: Path) -> list[list[dict]]:
             tar.extractall(folder, filter="data")
             return runs_below(Path(folder))
     if not path.is_dir():
-        raise FileNotFoundError(f"no folder or .tar.gz {path}")
+        raise FileNotFoundError(f"no folder or tar file {path}")
     return [read_metrics(found) for found in sorted(path.rglob("metrics.jsonl"))]
 
 
