@@ -25,6 +25,7 @@ def attention_statistics(model: GPT, loss: Callable[[], Tensor]) -> dict[str, li
         included (the slope of its error over the δ that agrees with P and dP). wq_norm: largest
         spectral norm of a head's W_Q. Of the batch's first sequence, max_score: the largest S;
         tied: the share of rows with a tile whose maximum is repeated, as S is rounded.
+        δ of stochastic rounding is of another draw than the forward pass whose dO it is taken with.
     """
     layers = [block.attn for block in model.transformer.h]
     calls = []

@@ -21,6 +21,7 @@ from torch import library
 pytest.importorskip("triton")
 
 from attention_reference import reference_forward, score_tiles, tile_maximum
+from attention_tiles import ROOMY, arithmetics, forward_tiles
 from flash_attn_stable import flash_attention, triton_forward
 from precision import Precision, of_heads
 
@@ -401,6 +402,14 @@ def test_beyond_two_to_the_31_elements():
     precision = "fa2"
     o, _ = triton_forward(big, big, big, True, 0.125, precision)
     assert torch.equal(o[-1, -1], triton_forward(x, x, x, True, 0.125, precision)[0][0, 0])
+
+
+@pytest.mark.parametrize(("length", "key_tile"), [(512, "full"), (1024, 512)])
+def test_a_tile_as_long_as_the_row_is_the_row(length, key_tile):
+    """Compiled as such, without an accumulator beside P̄V."""
+    A = arithmetics("official", 1, length, 64, True, 0.125, torch.bfloat16)
+    tiled, _ = forward_tiles(A, length, ROOMY)
+    assert tiled.of[0].P.key_tile == key_tile
 
 
 @pytest.mark.parametrize(

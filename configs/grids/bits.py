@@ -4,11 +4,15 @@ Expected: sooner with fewer bits, from 3,500 at 7 to 1,500 at 4; with a consiste
 """
 
 base = "configs/fast_bf16.py"
-arms = {
-    f"{bits} bits | {name}": [
-        f"--precision=official,key_tile=16,mantissa_bits={bits},delta={delta}"
-    ]
-    for bits in (3, 4, 5, 6, 7)
-    for name, delta in (("original", "o"), ("δ consistent", "dp_p"))
-}
+
+
+def _arms(arithmetic: str, bits: tuple[int, ...]) -> dict[str, list[str]]:
+    return {
+        f"{n} bits | {name}": [f"--precision={arithmetic},mantissa_bits={n},delta={delta}"]
+        for n in bits
+        for name, delta in (("original", "o"), ("δ consistent", "dp_p"))
+    }
+
+
+arms = _arms("official,key_tile=16", (3, 4, 5, 6, 7))
 seeds = [0, 1]

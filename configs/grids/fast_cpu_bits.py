@@ -4,11 +4,9 @@ Expected: two bits explode at 2,500; three later or not within 5,000 steps; more
 with a consistent δ. A trend would then rest on one point, and say nothing of 7 bits.
 """
 
+from configs.grids.bits import _arms
+
 base = "configs/fast_cpu.py"
 flags = ["--max_iters=5000"]
-arms = {
-    f"{bits} bits | {name}": [f"--precision=paper,mantissa_bits={bits},delta={delta}"]
-    for bits in (2, 3, 4, 5, 7)
-    for name, delta in (("original", "o"), ("δ consistent", "dp_p"))
-}
+arms = _arms("paper", (2, 3, 4, 5, 7))
 seeds = [0, 1]
