@@ -1,4 +1,4 @@
-"""The loss explosion in true BF16, in minutes on one GPU: GPT-2 tokens, logical tiles of 16 keys.
+"""True BF16 where a loss exploded in minutes on one GPU: GPT-2 tokens, logical tiles of 16 keys.
 
 30M parameters, 16,384 tokens a step. `official` arithmetic rounds a row of 1,024 keys to BF16 up to
 64 times. Its loss exploded at step 3,479 in the run that this recipe was chosen by, two minutes of
