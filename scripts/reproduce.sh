@@ -2,8 +2,9 @@
 # The loss explosion and what holds, five seeds an arm: set up, train, tabulate, draw.
 #   scripts/reproduce.sh                        without a GPU: 49,000 parameters, about 15 minutes on 2 cores
 #   scripts/reproduce.sh DATASET [flags of rounding_map.py and train.py]
-#                                               on a GPU: 30M parameters, about 20 minutes of an H200;
-#                                               DATASET is a folder below data/, or a path
+#                                               on a GPU: BF16, 30M parameters, about 20 minutes of an H200, in
+#                                               which one run of four exploded; DATASET is a folder below
+#                                               data/, or a path
 # Interrupted, it goes on where it was. Everything is below out/grids.
 set -euo pipefail
 cd "$(dirname "$0")/.."
