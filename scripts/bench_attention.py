@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -156,7 +156,9 @@ def make_attention(
     return attend, torch.autocast(device, torch.bfloat16)
 
 
-def prepare(name: str, shape: Shape, authors: Callable | None) -> dict[str, tuple[Callable, float]]:
+def prepare(
+    name: str, shape: Shape, authors: Callable | None, pool: tuple[int, int]
+) -> dict[str, tuple[Callable, float]]:
     """pass → its call, captured, and the ms that the host takes to launch it uncaptured; what does
     not run is told and left out."""
     calls = {}
@@ -168,7 +170,7 @@ def prepare(name: str, shape: Shape, authors: Callable | None) -> dict[str, tupl
             # o.backward() would also copy ours into q.grad, …: their strides are not the leaves'.
             both = lambda: torch.autograd.grad(attend(*qkv), qkv, do)  # noqa: E731
             for which, call in ((FWD, partial(attend, *qkv)), (FWD_BWD, both)):
-                replay = captured(call)
+                replay = captured(call, pool)
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 for _ in range(HOST_CALLS):
@@ -181,10 +183,7 @@ def prepare(name: str, shape: Shape, authors: Callable | None) -> dict[str, tupl
     return calls
 
 
-graph_pool = cache(torch.cuda.graph_pool_handle)  # one for all, as the inputs
-
-
-def captured(call: Callable) -> Callable:
+def captured(call: Callable, pool: tuple[int, int]) -> Callable:
     """The replay of a CUDA graph of what the call launches; if it does more than that, the call."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -194,7 +193,7 @@ def captured(call: Callable) -> Callable:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, pool=graph_pool()):
+        with torch.cuda.graph(graph, pool=pool):
             call()
     except RuntimeError as error:
         print(f"not captured: {str(error).splitlines()[0]}", flush=True)
@@ -211,7 +210,8 @@ def bench(names: list[str], shape: Shape, authors: Callable | None, rep: int) ->
     falls (an H200 at its power limit loses some percent, now and then) is slower for all."""
     from triton.testing import do_bench
 
-    prepared = {name: prepare(name, shape, authors) for name in names}
+    pool = torch.cuda.graph_pool_handle()  # one for all, as the inputs; it goes with its last graph
+    prepared = {name: prepare(name, shape, authors, pool) for name in names}
     calls = {(n, which): call for n, of in prepared.items() for which, call in of.items()}
     times = {key: [] for key in calls}
     for _ in range(ROUNDS):
