@@ -1,8 +1,9 @@
 """
 Time attention, forward and forward + backward, on one GPU: this repository's and its peers.
 
-    python scripts/bench_attention.py [--sweep] [--arithmetics fa2 official,stable=paper …]
-        [--impls=ours,sdpa_flash …] [--authors=PATH] [--rep=200] [--csv=FILE] [--png=FILE]
+    python scripts/bench_attention.py [--shape=32,12,1024,64] [--sweep]
+        [--arithmetics fa2 official,stable=paper …] [--impls=ours,sdpa_flash …]
+        [--authors=PATH] [--rep=200] [--csv=FILE] [--png=FILE]
 
     ours                            flash_attention with each arithmetic
     sdpa_flash, _cudnn, _efficient  torch's SDPA: FlashAttention-2, cuDNN, memory-efficient
@@ -11,7 +12,7 @@ Time attention, forward and forward + backward, on one GPU: this repository's an
 
 Ours gets q, k, v as views of one [B, T, 3, H, D], as from the model; the peers get what suits them
 best, contiguous [B, H, T, D]. The authors' code runs if --authors names a copy of their repository,
-at the headline shape only, in tiles of 512 and under BF16 autocast as in their training; so does
+at the first shape only, in tiles of 512 and under BF16 autocast as in their training; so does
 its backward, as in what torch.compile makes of it.
 
 A forward is that of training: it saves what backward needs. What is timed is the GPU: a call is
@@ -74,6 +75,14 @@ class Shape(NamedTuple):
     length: int
     head_dim: int
     causal: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """B,H,T,D, causal; ArgumentTypeError if it is not that."""
+        sizes = [int(x) if x.isdecimal() else 0 for x in text.split(",")]
+        if len(sizes) != 4 or min(sizes) < 1:
+            raise argparse.ArgumentTypeError(f"expected B,H,T,D, four sizes, got {text!r}")
+        return cls(*sizes, causal=True)
 
     def __str__(self) -> str:
         B, H, T, D, causal = self
@@ -258,11 +267,12 @@ def table(results: list[Result], shape: Shape) -> str:
 
 
 def draw_times(axes, results: list[Result]):
-    """Bars of the headline's times, from 0 to the slowest but the authors'. A bar that is longer is
-    cut, as an arrow before its number says."""
-    found = by_name(results, HEADLINE)
-    peers = [x.median for x in results if x.shape == HEADLINE and x.name not in AUTHORS]
-    end = 1.05 * max(peers or (x.median for x in results if x.shape == HEADLINE), default=1)
+    """Bars of the first shape's times, from 0 to the slowest but the authors'. A bar that is longer
+    is cut, as an arrow before its number says."""
+    shape = results[0].shape
+    found = by_name(results, shape)
+    peers = [x.median for x in results if x.shape == shape and x.name not in AUTHORS]
+    end = 1.05 * max(peers or (x.median for x in results if x.shape == shape))
     for shift, which, colour in ((-0.2, FWD, "#56B4E9"), (0.2, FWD_BWD, "#0072B2")):
         bars = {i + shift: x[which].median for i, x in enumerate(found.values()) if which in x}
         axes.barh(list(bars), [min(x, end) for x in bars.values()], 0.4, color=colour, label=which)
@@ -270,7 +280,7 @@ def draw_times(axes, results: list[Result]):
             text = f" {x:.3f}" if x <= end else f" → {x:.3f}"
             axes.text(min(x, end), place, text, va="center", fontsize=8)
     axes.set(yticks=range(len(found)), yticklabels=list(found), xlim=(0, 1.15 * end))
-    axes.set(xlabel="median time (ms)", title=str(HEADLINE))
+    axes.set(xlabel="median time (ms)", title=str(shape))
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.legend(frameon=False)
@@ -300,7 +310,7 @@ def draw_lengths(axes, results: list[Result]):
 
 
 def draw(results: list[Result], png: Path, title: str):
-    """Write a PNG of the headline's times and, after a sweep, of TFLOP/s over the length."""
+    """Write a PNG of the first shape's times and, after a sweep, of TFLOP/s over the length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -363,6 +373,7 @@ def choose(args: argparse.Namespace) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--sweep", action="store_true", help="other lengths and widths, not causal")
+    parser.add_argument("--shape", type=Shape.parse, default=HEADLINE, help="B,H,T,D; causal")
     parser.add_argument("--impls", help=f"comma-separated, of {', '.join(IMPLS)}")
     parser.add_argument("--arithmetics", nargs="+", default=ARITHMETICS)
     parser.add_argument("--authors", type=Path, help="a copy of the authors' repository")
@@ -378,8 +389,8 @@ def main() -> int:
 
         gpu = torch.cuda.get_device_name()
         origin = gpu, torch.__version__, triton.__version__, commit() or ""
-        for shape in (HEADLINE, *SWEEP) if args.sweep else (HEADLINE,):
-            run = [n for n in names if n not in AUTHORS or shape == HEADLINE]
+        for shape in (args.shape, *SWEEP) if args.sweep else (args.shape,):
+            run = [n for n in names if n not in AUTHORS or shape == args.shape]
             results += bench(run, shape, authors, args.rep)
             print(f"\n{shape}\n\n{table(results, shape)}\n", flush=True)
             if results:
