@@ -1,18 +1,12 @@
-"""True BF16 where a loss exploded in minutes on one GPU: GPT-2 tokens, logical tiles of 16 keys.
+"""The loss explosion in true BF16 on one GPU: the authors' arithmetic as it is, GPT-2 tokens.
 
-30M parameters, 16,384 tokens a step. `official` arithmetic rounds a row of 1,024 keys to BF16 up to
-64 times. Of four runs one exploded, at step 3,479, two minutes of an H200, as W_Q and the scores of
-the second and third layer ran away; two rose. The arms of configs/grids/fast_bf16.py differ in
-`precision` alone.
+30M parameters, 16,384 tokens a step; what configs/fast_gpu.py shows in 2,000 steps takes some 9,000
+without a coarser format. The arms of configs/grids/fast_bf16.py differ in `precision` alone.
 """
 
-from configs.lab_original import *
+from configs.fast_gpu import *
 
 out_dir = "out/fast_bf16"
 wandb_run_name = "fast_bf16"
-precision = "official,key_tile=16"
-max_iters = 6000
-eval_interval = 500
-stop_on_explosion = True
-log_attention = True
-always_save_checkpoint = False
+precision = "official"
+max_iters = 12000

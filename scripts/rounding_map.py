@@ -6,10 +6,13 @@ Train a grid of runs, several at a time on one machine, and map which of them ex
 
 A grid is a Python file: `base`, a config; `flags` for all runs; `arms`, name → flags; `seeds`; and
 `compare`, pairs of arms for Fisher's exact test. An arm named "a | b" stands in row a and column b
-of the map. Runs that ended are kept, interrupted ones go on. After every run the folder has
-summary.json, table.md, map.png and, of a grid of few arms, loss.png with the curves of the first
-seed; --summary adds the grid to a file of several. "δ too large by" is the mean error of δ relative
-to its RMS, over seeds, layers and the evaluations from step 500 on until the loss rises.
+of the map. Runs that ended are kept, interrupted ones go on, and one that finds no memory beside
+the others waits until one ends. After every run the folder has summary.json, table.md, map.png and,
+of a grid of few arms, loss.png with the curves of the first seed; --summary adds the grid to a file
+of several. "δ too large by" is the mean error of δ relative to its RMS, over seeds, layers and the
+evaluations from step 500 on until the loss rises.
+
+On a GPU, runs that share it through MPS are faster: `nvidia-cuda-mps-control -d` before.
 """
 
 import argparse
@@ -343,7 +346,7 @@ def position(task: Task) -> str:
 
 
 def run_all(tasks: list[Task], jobs: int, published) -> list[str]:
-    """Run what has not ended, `jobs` at a time; what failed, a line each."""
+    """Run what has not ended, `jobs` at a time, fewer if memory ends; what failed, a line each."""
     waiting = [t for t in tasks if not t.ended]
     print(
         f"{len(tasks)} runs, {len(tasks) - len(waiting)} ended before, {jobs} at a time", flush=True
@@ -358,12 +361,18 @@ def run_all(tasks: list[Task], jobs: int, published) -> list[str]:
             if time.time() - told > TELL_EVERY:
                 told = time.time()
                 print("  " + "; ".join(map(position, running)), flush=True)
+            crowded = len(running) > 1
             for task in [t for t in running if t.process.poll() is not None]:
                 running.remove(task)
                 try:
                     left = f"{len(waiting) + len(running)} left"
                     print(f"{task.finish()}; {left}", flush=True)
                 except RuntimeError as error:
+                    if "out of memory" in str(error) and crowded:
+                        jobs = max(1, len(running))
+                        waiting.insert(0, task)
+                        print(f"out of memory: {jobs} at a time from here on", flush=True)
+                        continue
                     failed.append(str(error))
                     print(error, file=sys.stderr)
                 published()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from conftest import ROOT
 from helpers import TINY, environment, metrics, write_corpus
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from rounding_map import errors_of_delta, fisher, read_grid, table
+from rounding_map import errors_of_delta, fisher, read_grid, run_all, table
 
 SCRIPT = ROOT / "scripts" / "rounding_map.py"
 GRID = """
@@ -107,6 +108,39 @@ def test_a_run_that_fails_is_told(tmp_path):
     result = run(str(grid), f"--out={tmp_path}")
     assert result.returncode == 1
     assert "nowhere/train.bin does not exist" in result.stderr
+
+
+class NeedsAll:
+    """A run that finds memory only where it is alone."""
+
+    running = 0
+    arm, seed, ended = "a", 0, None
+
+    def start(self, threads):
+        NeedsAll.running += 1
+        self.alone = NeedsAll.running == 1
+        self.process = SimpleNamespace(poll=lambda: 0)
+
+    def finish(self):
+        NeedsAll.running -= 1
+        if not self.alone:
+            raise RuntimeError("CUDA out of memory")
+        return "ended"
+
+
+@pytest.mark.parametrize("jobs", [2, 3])
+def test_a_run_without_memory_waits(jobs, capsys):
+    assert run_all([NeedsAll() for _ in range(3)], jobs, lambda: None) == []
+    out = capsys.readouterr().out
+    assert out.count("ended;") == 3
+    assert "1 at a time from here on" in out
+
+
+def test_a_run_alone_without_memory_fails():
+    task = NeedsAll()
+    NeedsAll.running = 1  # of somebody else
+    assert run_all([task], 1, lambda: None) == ["CUDA out of memory"]
+    NeedsAll.running = 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

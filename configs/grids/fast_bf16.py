@@ -1,7 +1,7 @@
-"""Does the original arithmetic explode in true BF16, and what holds? Five seeds.
+"""Does the original arithmetic explode in true BF16, and what holds? Three seeds.
 
-Expected, from single runs of seed 0: the original explodes in most seeds, between 3,000 and 6,000;
-the others in none; with the fix the loss falls more slowly, by 0.1 to 0.2 at step 2,000.
+Expected, from one run of seed 0, which exploded at 8,937: the original explodes in most seeds,
+between 6,000 and 12,000; the others in none; with the fix the loss falls more slowly, by 0.1.
 
 The paper's account would be refuted here by an original that trains like the control in most
 seeds, by a fix that explodes or rises as the original does, or by a control that does. That δ is
@@ -10,16 +10,13 @@ original's.
 """
 
 base = "configs/fast_bf16.py"
-_official = "official,key_tile=16"
 arms = {
-    "original": [f"--precision={_official}"],
-    "paper's fix": [f"--precision={_official},stable=paper"],
-    "δ consistent": [f"--precision={_official},delta=dp_p"],
-    "control (FP32 accumulation)": [
-        f"--precision={_official},row_sum=fp32,pv=fp32,accumulator=fp32"
-    ],
+    "original": ["--precision=official"],
+    "paper's fix": ["--precision=official,stable=paper"],
+    "δ consistent": ["--precision=official,delta=dp_p"],
+    "control (FP32 accumulation)": ["--precision=fa2"],
 }
-seeds = [0, 1, 2, 3, 4]
+seeds = [0, 1, 2]
 compare = [
     ("original", "control (FP32 accumulation)"),
     ("original", "δ consistent"),

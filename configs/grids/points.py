@@ -1,11 +1,14 @@
-"""Which rounding point kills a run: each alone in BF16 and each alone in FP32. Tiles of 16 keys.
+"""Which rounding point kills a run: each alone, and all but it; O has 5 mantissa bits.
 
-Expected, from single runs: alone in BF16, the row sum rises or explodes, and no other; alone in
-FP32, the row sum holds, and δ. The paper's account, in which P̄V is what kills, would be refuted
-here by an explosion with P̄V alone in FP32 and none with P̄V alone in BF16.
+"In BF16" is 5 bits for P̄V, the accumulator and O, and BF16 itself for the others.
+
+Expected: alone, none explodes; with one in FP32 all do but with O or δ in FP32, as on a CPU with 2
+bits, where it takes P̄V and O. The paper's account, in which P̄V is what kills, would be refuted by
+an explosion with P̄V alone in FP32. Should S in FP32 hold, what kills is not the drift of W_Q as
+such, but what rounding makes of scores in the thousands.
 """
 
-base = "configs/fast_bf16.py"
+base = "configs/fast_gpu.py"
 
 
 def _arms(none: str, all_: str) -> dict[str, list[str]]:
@@ -19,5 +22,5 @@ def _arms(none: str, all_: str) -> dict[str, list[str]]:
     }
 
 
-arms = _arms("fa2,key_tile=16,output=fp32", "official,key_tile=16")
+arms = _arms("fa2,key_tile=512,output=fp32,mantissa_bits=5", "official,mantissa_bits=5")
 seeds = [0, 1]

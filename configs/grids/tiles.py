@@ -1,10 +1,11 @@
-"""The fixes against the logical tile: original, paper's (β 2, 4, 7), bounded, in true BF16.
+"""The fixes against the logical tile: original, paper's (β 2, 4, 7), bounded; O has 5 bits.
 
-Expected: no explosion within 6,000 steps in tiles of 512 keys or one tile (none in 2,000 before);
-in tiles of 128 a rise near 5,000, from one run of an older kernel.
+Expected: the original explodes in every tile (1,760, 1,773 and 1,814 in tiles of 128, 512 and one
+tile, seed 0), the bounded shift too, since it leaves the error's size; the paper's fix in none
+within these steps, because its floor shrinks rows of large maxima, and the more the larger β is.
 """
 
-base = "configs/fast_bf16.py"
+base = "configs/fast_gpu.py"
 
 
 def _arms(arithmetic: str, tiles: tuple) -> dict[str, list[str]]:
@@ -22,5 +23,5 @@ def _arms(arithmetic: str, tiles: tuple) -> dict[str, list[str]]:
     }
 
 
-arms = _arms("official", (128, 512, "full"))
+arms = _arms("official,mantissa_bits=5", (128, 512, "full"))
 seeds = [0, 1]
