@@ -264,7 +264,8 @@ def table(summary: dict) -> str:
         count = "{} of {}".format(*failed_of(arm))
         error = "–"
         if arm["delta_error_se"] is not None:
-            error = f"{arm['delta_error_mean']:+.3%} ± {arm['delta_error_se']:.3%}"
+            mean, se = (100 * arm[f"delta_error_{key}"] for key in ("mean", "se"))
+            error = f"{mean:+.2g} ± {se:.1g} %"
         cells = [name.replace("|", "·"), f"`{arm['arithmetic']}`", count, *steps, loss, error]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [f"\n{pair}: p = {p:.2g} (Fisher)" for pair, p in summary["fisher_exact_p"].items()]
