@@ -1,4 +1,4 @@
-"""The loss explosion in two minutes of one GPU: GPT-2 tokens, O has 5 mantissa bits, BF16 has 7.
+"""The loss explosion in minutes on one GPU: GPT-2 tokens, O has 5 mantissa bits, BF16 has 7.
 
 30M parameters, 16,384 tokens a step. `official` is the arithmetic of the authors' published code,
 tiles of 512 keys and all; what it rounds on the way to O is rounded four times as coarsely.

@@ -82,19 +82,18 @@ def gradient_errors(
     return errors, dw_q
 
 
-def off_diagonal(gram: Tensor) -> float:
-    """Mean of what two different rows have in common."""
-    n = len(gram)
-    return ((gram.sum() - gram.trace()) / (n * (n - 1))).item()
+def off_diagonal(gram: Tensor) -> Tensor:
+    """Sum over each row of what it has in common with the others."""
+    return gram.sum(1) - gram.diagonal()
 
 
 def adds_up(errors: Tensor) -> tuple[float, float]:
     """Mean cosine of two of the rows [n, …], and its standard error by the jackknife."""
-    rows = F.normalize(errors.flatten(1).double(), dim=1)
-    gram, n = rows @ rows.T, len(rows)
-    kept = [[j for j in range(n) if j != i] for i in range(n)]
-    without = torch.tensor([off_diagonal(gram[keep][:, keep]) for keep in kept])
-    return off_diagonal(gram), ((n - 1) * without.var(correction=0)).sqrt().item()
+    rows, n = F.normalize(errors.flatten(1).double(), dim=1), len(errors)
+    common = off_diagonal(rows @ rows.T)
+    without = (common.sum() - 2 * common) / ((n - 1) * (n - 2))
+    error = ((n - 1) * without.var(correction=0)).sqrt()
+    return common.mean().item() / (n - 1), error.item()
 
 
 def cells(errors: Tensor, dw_q: Tensor, w_q: Tensor, n_head: int) -> list[str]:
@@ -103,7 +102,7 @@ def cells(errors: Tensor, dw_q: Tensor, w_q: Tensor, n_head: int) -> list[str]:
         return ["0"] + ["–"] * 4
     grams = [rows @ rows.T for rows in (x.flatten(1).double() for x in (errors, dw_q))]
     size = (grams[0].trace() / grams[1].trace()).sqrt().item()
-    common = [max(0.0, off_diagonal(gram)) ** 0.5 for gram in grams]
+    common = [off_diagonal(gram).mean().clamp(min=0).sqrt().item() for gram in grams]
     mean = errors.mean(0)
     values = torch.linalg.svdvals(mean.unflatten(0, (n_head, -1))).square()
     growth = F.cosine_similarity(-mean.flatten(), w_q.flatten(), dim=0).item()
