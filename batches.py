@@ -41,9 +41,9 @@ def load_tokens(data_dir: Path, split: str, block_size: int) -> np.ndarray:
     """
     path = data_dir / f"{split}.bin"
     if not path.is_file():
-        raise ConfigError(
-            f"{split} split: {path} does not exist; prepare it with a data/*/prepare.py"
-        )
+        script = data_dir / "prepare.py"
+        script = script if script.exists() else "a data/*/prepare.py"
+        raise ConfigError(f"{split} split: {path} does not exist; prepare it with {script}")
     size = path.stat().st_size
     if size % 2 or size // 2 <= block_size:
         raise ConfigError(

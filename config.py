@@ -13,6 +13,7 @@ import math
 import re
 import runpy
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
@@ -197,7 +198,13 @@ def parse_args(argv: list[str]) -> TrainConfig:
     for flag in flags:
         key, _, text = flag.removeprefix("--").partition("=")
         values[key] = _from_text(key, text)
-    return TrainConfig(**values)
+    config = TrainConfig(**values)
+    if any(flag.startswith("--precision=") for flag in flags) and "flash" not in config.attention:
+        raise ConfigError(
+            f"precision={config.precision} is that of flash layers, but attention="
+            f"{config.attention}: add --attention=flash, or choose a config that has it"
+        )
+    return config
 
 
 def help_text() -> str:
@@ -227,7 +234,9 @@ def _read_file(path: str) -> dict:
 
 def _checked(key: str, value: object, where: str = "") -> object:
     if key not in FIELDS:
-        raise ConfigError(f"unknown key {key!r}{where}; --help lists the keys")
+        close = get_close_matches(key, FIELDS, 1)
+        hint = f"did you mean {close[0]!r}?" if close else "--help lists the keys"
+        raise ConfigError(f"unknown key {key!r}{where}; {hint}")
     wanted = FIELDS[key].type
     if wanted is float and type(value) is int:
         value = float(value)

@@ -83,10 +83,11 @@ def commit() -> str | None:
 def summary(config: TrainConfig, model: GPT, devices: str, dtype: torch.dtype) -> str:
     """What a run prints about itself before it starts."""
     total, without = model.num_params(), model.num_params(positions=False)
+    precision = f", precision: {config.precision}" if "flash" in config.attention else ""
     return (
         f"number of parameters: {total / 1e6:.2f}M ({without / 1e6:.2f}M without positions)\n"
         f"tokens per step: {config.tokens_per_iter:,}; {devices}, {dtype}\n"
-        f"attention: {config.attention}, precision: {config.precision}"
+        f"attention: {config.attention}{precision}"
     )
 
 

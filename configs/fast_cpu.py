@@ -1,7 +1,7 @@
 """The loss explosion on two CPU cores in a minute and a half: O has 2 mantissa bits, BF16 has 7.
 
-49,000 parameters, bytes, 1,024 tokens a step. The original arithmetic explodes from step 2,400 on
-in most seeds; with the paper's fix the loss rises; with a δ that agrees with P and dP, and with the
+49,000 parameters, bytes, 1,024 tokens a step. The original arithmetic explodes between steps 1,800
+and 3,000; with the paper's fix the loss rises; with a δ that agrees with P and dP, and with the
 FP32 control, it does not. A format as coarse shows what the size of the error does, not its bias.
 """
 

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from plot_runs import draw as draw_losses
 
+from batches import load_tokens
 from config import parse_args
 from diagnostics import read_metrics
 
@@ -62,12 +63,16 @@ class Task:
         return json.loads(path.read_text()) if path.exists() else None
 
     def check(self):
-        """Check the command, and that what its folder holds is of the same config.
+        """Check the command, its corpus, and that what its folder holds is of the same config.
 
         Raises:
-            ValueError: a key or value that does not fit (ConfigError), or another run's folder.
+            ValueError: a key, value or corpus that does not fit (ConfigError), or another run's
+                folder.
         """
-        config = asdict(parse_args(self.command))
+        parsed = parse_args(self.command)
+        for split in ("train", "val"):
+            load_tokens(parsed.data_dir, split, parsed.block_size)
+        config = asdict(parsed)
         path = self.out / "config.json"
         there = json.loads(path.read_text()) if path.exists() else config
         differing = [k for k in config if k != "init_from" and config[k] != there.get(k)]
@@ -130,11 +135,19 @@ def read_grid(path: str) -> dict:
     """
     if not Path(path).is_file():
         raise ValueError(f"no grid file {path!r}")
-    names = {k: v for k, v in runpy.run_path(path).items() if k[0] != "_"}
+    try:
+        names = {k: v for k, v in runpy.run_path(path).items() if k[0] != "_"}
+    except Exception as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
     grid = {"flags": [], "seeds": [0], "compare": []} | names
     for key, kind in KEYS.items():
         if not isinstance(grid.get(key), kind):
             raise ValueError(f"{path}: {key} must be a {kind.__name__}, got {grid.get(key)!r}")
+    arms = grid["arms"]
+    if not arms or not all(isinstance(own, list) for own in arms.values()):
+        raise ValueError(f"{path}: arms must give each name a list of flags, got {arms!r}")
+    if len(set(map(slug, arms))) < len(arms):
+        raise ValueError(f"{path}: names of arms that differ in punctuation alone: {list(arms)}")
     unknown = {arm for pair in grid["compare"] for arm in pair} - set(grid["arms"])
     if unknown or set(grid) - set(KEYS):
         raise ValueError(f"{path}: unknown {sorted(unknown) or sorted(set(grid) - set(KEYS))}")
@@ -400,6 +413,13 @@ def main() -> int:
         grid = read_grid(args.grid)
         if args.jobs < 1:
             raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+        stray = [f for f in flags if not re.match(r"--\w+=", f)]
+        if stray:
+            raise ValueError(f"{stray[0]!r}: a flag is --key=value")
+        set_by_arms = {f.partition("=")[0] for own in grid["arms"].values() for f in own}
+        clash = [f for f in flags if f.partition("=")[0] in set_by_arms]
+        if clash:
+            raise ValueError(f"{clash[0]}: it is what the arms of {args.grid} differ in")
         fixed = [f for f in flags if f.startswith(("--out_dir=", "--seed="))]
         if fixed:
             raise ValueError(

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ROOT
 from helpers import TINY, environment, metrics, write_corpus
 
@@ -85,8 +84,12 @@ def test_errors_of_delta_are_of_a_trained_model_before_it_fails(tmp_path):
     [
         ("arms = {}", "base must be a str"),
         ('base = "x"\narms = []', "arms must be a dict"),
-        ('base = "x"\narms = {}\ncompare = [("a", "b")]', "unknown"),
-        ('base = "x"\narms = {}\nseed = 1', "unknown"),
+        ('base = "x"\narms = {}', "arms must give each name a list"),
+        ('base = "x"\narms = {"a": "--x=1"}', "arms must give each name a list"),
+        ('base = "x"\narms = {"a>1": [], "a<1": []}', "differ in punctuation alone"),
+        ('base = "x"\narms = {"a": []}\ncompare = [("a", "b")]', "unknown"),
+        ('base = "x"\narms = {"a": []}\nseed = 1', "unknown"),
+        ("arms = {", "SyntaxError"),
     ],
 )
 def test_bad_grid(text, message, tmp_path):
@@ -104,10 +107,11 @@ def test_bad_command(tmp_path):
 
 def test_a_run_that_fails_is_told(tmp_path):
     grid = tmp_path / "wrong.py"
-    grid.write_text(GRID.format(flags=[*TINY, "--dataset=nowhere"]))
+    flags = [*TINY, f"--dataset={write_corpus(tmp_path / 'corpus')}", "--init_from=resume"]
+    grid.write_text(GRID.format(flags=flags))
     result = run(str(grid), f"--out={tmp_path}")
     assert result.returncode == 1
-    assert "nowhere/train.bin does not exist" in result.stderr
+    assert "ckpt.pt" in result.stderr
 
 
 class NeedsAll:
@@ -177,6 +181,9 @@ def test_flags_are_checked_before_any_run(tmp_path):
     ("flag", "message"),
     [
         ("--seed=1", "--seed=1: each run has its own"),
+        ("--attention=sdpa", "--attention=sdpa: it is what the arms"),
+        ("--dataset=nowhere", "nowhere/train.bin does not exist"),
+        ("configs/fast_cpu.py", "'configs/fast_cpu.py': a flag is --key=value"),
         ("--out_dir=x", "--out_dir=x: each run has its own"),
         ("--summary=nowhere/x.json", "no such folder"),
         (f"--summary={__file__}", "is not a file of summaries"),
@@ -194,8 +201,11 @@ def test_flags_that_would_spoil_a_grid(flag, message, tmp_path):
 def test_reproduce_gets_to_its_grid(tmp_path):
     """The one command, as far as a flag that no run can have."""
     python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    dataset = ["pysource"] if torch.cuda.is_available() else []
-    script = ["bash", str(ROOT / "scripts" / "reproduce.sh"), *dataset]
+    script = [
+        "bash",
+        str(ROOT / "scripts" / "reproduce.sh"),
+        str(write_corpus(tmp_path / "corpus")),
+    ]
     command = [*script, f"--out={tmp_path}", "--n_head=0"]
     result = subprocess.run(
         command, capture_output=True, text=True, env=environment() | {"PATH": python}, timeout=300
