@@ -1,7 +1,8 @@
 """What the paper's failure builds up in, measured inside a run: rows of dS, W_Q, scores."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,6 +29,20 @@ def attention_statistics(model: GPT, loss: Callable[[], Tensor]) -> dict[str, li
         δ of stochastic rounding is of another draw than the forward pass whose dO it is taken with.
     """
     layers = [block.attn for block in model.transformer.h]
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    with recorded(layers) as calls, torch.random.fork_rng(devices):
+        value = loss()
+        gradients = torch.autograd.grad(value, [o for *_, o in calls])
+        rows = [
+            _layer_statistics(layer, *qkv, do)
+            for layer, (*qkv, _), do in zip(layers, calls, gradients, strict=True)
+        ]
+    return {key: [row[key] for row in rows] for key in rows[0]}
+
+
+@contextmanager
+def recorded(layers: list[CausalSelfAttention]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """A list that gets (q, k, v, O) of each call of the layers' attention, in order."""
     calls = []
 
     def recording(attend):
@@ -38,21 +53,13 @@ def attention_statistics(model: GPT, loss: Callable[[], Tensor]) -> dict[str, li
         return attend_and_keep
 
     attends = [layer.attend for layer in layers]
-    devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
         for layer, attend in zip(layers, attends, strict=True):
             layer.attend = recording(attend)
-        with torch.random.fork_rng(devices):
-            value = loss()
-            gradients = torch.autograd.grad(value, [o for *_, o in calls])
-            rows = [
-                _layer_statistics(layer, *qkv, do)
-                for layer, (*qkv, _), do in zip(layers, calls, gradients, strict=True)
-            ]
+        yield calls
     finally:
         for layer, attend in zip(layers, attends, strict=True):
             layer.attend = attend
-    return {key: [row[key] for row in rows] for key in rows[0]}
 
 
 @torch.no_grad()

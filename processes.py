@@ -58,7 +58,7 @@ def choose_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
             raise ConfigError("dtype=float16 needs a GPU; on a CPU choose float32 or bfloat16")
         return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    if "flash" in config.attention and not has_bf16 and config.dtype != "float16":
+    if "flash" in config.attention and not has_bf16:
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"attention=flash computes in bfloat16, but {name} lacks it")
     if config.dtype == "bfloat16" and not has_bf16:

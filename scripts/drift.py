@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from attention_statistics import recorded
 from batches import Batches
 from checkpoints import initial_model
 from config import TrainConfig
@@ -43,43 +44,28 @@ def gradient_errors(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """E and dW_Q of each layer, [C, C], of one batch of tokens [B, T + 1]."""
     layers = [block.attn for block in model.transformer.h]
-    inputs, calls = [], []
-
-    def recording(attend):
-        def attend_and_keep(*qkv):
-            calls.append((*qkv, attend(*qkv)))
-            return calls[-1][-1]
-
-        return attend_and_keep
-
-    attends = [layer.attend for layer in layers]
+    inputs = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, x: inputs.append(x[0].detach()))
         for layer in layers
     ]
-    try:
-        for layer, attend in zip(layers, attends, strict=True):
-            layer.attend = recording(attend)
-        with torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32):
-            loss = model(tokens[:, :-1], tokens[:, 1:])[1]
-        weights = [layer.c_attn.weight for layer in layers]
-        gradients = torch.autograd.grad(loss, [*(o for *_, o in calls), *weights])
-    finally:
-        for layer, attend in zip(layers, attends, strict=True):
-            layer.attend = attend
-        for hook in hooks:
-            hook.remove()
+    autocast = torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32)
+    with recorded(layers) as calls, autocast:
+        loss = model(tokens[:, :-1], tokens[:, 1:])[1]
+    for hook in hooks:
+        hook.remove()
+    do_of_layers = torch.autograd.grad(loss, [o for *_, o in calls], retain_graph=True)
+    gradients = torch.autograd.grad(loss, [layer.c_attn.weight for layer in layers])
     errors = []
     with torch.no_grad():
-        for layer, x, (*qkv, _), do in zip(layers, inputs, calls, gradients, strict=False):
+        for layer, x, (*qkv, _), do in zip(layers, inputs, calls, do_of_layers, strict=True):
             q, k, v = (t.to(layer.operand_dtype(t)) for t in qkv)
             scale = q.shape[3] ** -0.5
             gap, _ = delta_gap(q, k, v, do, True, scale, layer.precision)
             pk = F.scaled_dot_product_attention(q.float(), k.float(), k.float(), is_causal=True)
             dq_error = (scale * gap[..., None] * pk).transpose(1, 2).flatten(2)
             errors.append(torch.einsum("btd,btc->dc", dq_error, x.float()))
-    dw_q = [g[: g.shape[1]].float() for g in gradients[len(layers) :]]
-    return errors, dw_q
+    return errors, [gradient[: gradient.shape[1]].float() for gradient in gradients]
 
 
 def off_diagonal(gram: Tensor) -> Tensor:

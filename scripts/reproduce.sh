@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The loss explosion and what holds, five seeds an arm: set up, train, tabulate, draw.
 #   scripts/reproduce.sh [DATASET] [flags of rounding_map.py and train.py]
-# With a GPU: 30M parameters, 5 mantissa bits, 2 to 3 minutes of an H200 a seed, OpenWebText. Without: 49,000
+# With a GPU: 30M parameters, 5 mantissa bits, minutes of an H200 a seed, OpenWebText. Without: 49,000
 # parameters, 2 bits, 17 minutes on 2 cores, the sources of Python. DATASET, a folder below data/ or a path,
 # takes the corpus's place. Interrupted, it goes on where it was. Everything is below out/grids.
 set -euo pipefail
