@@ -15,7 +15,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from precision import BF16, FP32_OUTPUT, Precision, fp32_output, of_heads
+from precision import BF16, FP32, FP32_OUTPUT, Precision, fp32_output, of_heads
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 MIX = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)  # MurmurHash3's, and the golden ratio's
@@ -114,9 +114,12 @@ def _forward(q_BHTD, k_BHTD, v_BHTD, causal, scale, P: Precision, draw) -> tuple
         m = torch.maximum(m_old, tile_maximum(s_BHTN, P, dtype))
         p_BHTN = _exp(s_BHTN - m[..., None])  # FP32 argument and result
         alpha = _exp(m_old - m)
-        tile_sum = p_BHTN.sum(-1).clamp(min=P.row_sum_floor)
+        p_16 = _round(p_BHTN, BF16, dtype)
+        tile_sum = (p_16 if P.p_sum == BF16 else p_BHTN).sum(-1).clamp(min=P.row_sum_floor)
         l_BHT[:, :, rows] = _round(alpha * l_BHT[:, :, rows] + tile_sum, P.row_sum, dtype)
-        pv = rounded(_round(p_BHTN, BF16, dtype) @ v_BHTD[:, :, keys], P.pv, 0, tile, rows)
+        if P.p_operand == FP32:
+            p_16 += _round(p_BHTN - p_16, BF16, dtype)
+        pv = rounded(p_16 @ v_BHTD[:, :, keys], P.pv, 0, tile, rows)
         acc = rounded(alpha[..., None] * acc_BHTD[:, :, rows], P.accumulator, 1, tile, rows)
         acc_BHTD[:, :, rows] = rounded(acc + pv, P.accumulator, 2, tile, rows)
         m_BHT[:, :, rows] = m

@@ -39,6 +39,7 @@ from attention_blocks import (
     load_rows,
     of_head,
     on,
+    operand,
     place,
     product_transposed,
     random_words,
@@ -115,6 +116,24 @@ def _tile_maximum(b_r, b_r2, unit, C: tl.constexpr):
             b_shifted = tl.where(b_r > 0, b_shifted, 0.0)
         b_r = tl.where(b_tied, b_shifted, b_r)
     return b_r
+
+
+@triton.jit
+def _summand(b_p, C: tl.constexpr):
+    """P̄ as l sums it."""
+    if C.P.p_sum == "bf16":
+        b_p = operand(b_p, C).to(tl.float32)
+    return b_p
+
+
+@triton.jit
+def _p_dot_v(b_p, b_v, b_acc, C: tl.constexpr):
+    """b_acc + P̄V in FP32."""
+    if C.P.p_operand == "fp32":
+        b_high = operand(b_p, C)
+        b_acc = dot(b_p - b_high.to(tl.float32), b_v, b_acc, C)
+        return dot(b_high, b_v, b_acc, C)
+    return dot(b_p, b_v, b_acc, C)
 
 
 @triton.jit
@@ -226,8 +245,8 @@ def _product_pass(
     for start in range(lo, hi, C.BN):
         b_s = _tile_scores(b_q, k, start_q, start, stride_k, T, MASKED, C, C.BN)
         b_p = _exp_below(rounded_scores(b_s, scale, C), b_m, unit_of(scale, C), C)
-        b_sum += _columns_summed(b_p)
-        b_pv = dot(b_p, load_rows(v, start, stride_v, T, C, C.BN), b_pv, C)
+        b_sum += _columns_summed(_summand(b_p, C))
+        b_pv = _p_dot_v(b_p, load_rows(v, start, stride_v, T, C, C.BN), b_pv, C)
     return b_sum, b_pv
 
 
@@ -246,11 +265,11 @@ def _single_pass(
         b_p = _exp_below(b_s, b_m_new, unit, C)
         b_v = load_rows(v, start, stride_v, T, C, C.BN)
         b_alpha = tl.exp2((b_m - b_m_new) * LOG2E)
-        b_l = _add_sum(b_l, b_alpha, tl.sum(b_p, 1), b_r, C)
+        b_l = _add_sum(b_l, b_alpha, tl.sum(_summand(b_p, C), 1), b_r, C)
         if C.P.pv == "fp32" and C.P.accumulator == "fp32":  # P̄V need not exist on its own
-            b_acc = dot(b_p, b_v, b_acc * b_alpha[:, None], C)
+            b_acc = _p_dot_v(b_p, b_v, b_acc * b_alpha[:, None], C)
         else:
-            b_pv = dot(b_p, b_v, tl.full([C.BM, C.BD], 0.0, dtype=tl.float32), C)
+            b_pv = _p_dot_v(b_p, b_v, tl.full([C.BM, C.BD], 0.0, dtype=tl.float32), C)
             b_acc = _add_product(b_acc, b_alpha, b_pv, seed, b_index, start // C.BN, C)
         b_m = b_m_new
     return b_acc, b_l, b_m

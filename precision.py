@@ -5,7 +5,7 @@ One row of scores s = scale · q Kᵀ is taken in logical tiles of `key_tile` ke
 maximum of a tile over its visible keys (Algorithm 1 of arXiv 2510.04212):
 
     m   = max(m_old, shift(r_m))        shift: r_m itself, or a fix (`stable`)
-    P̄   = exp(s − m)                    FP32; 16 bits as operand of P̄V
+    P̄   = exp(s − m)                    FP32; rounding points p_operand of P̄V and p_sum of Σ P̄
     l   = e^(m_old − m) l + Σ P̄         rounding point row_sum
     O   = e^(m_old − m) O + P̄V          rounding points accumulator (twice) and pv
     O/l                                 rounding point output
@@ -23,7 +23,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 BF16, FP32 = "bf16", "fp32"
-ROUNDING_POINTS = ("scores", "row_max", "row_sum", "pv", "accumulator", "output", "dp")
+ROUNDING_POINTS = (
+    "scores", "row_max", "p_operand", "p_sum", "row_sum", "pv", "accumulator", "output", "dp",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Precision:
 
     scores: str = FP32  # S = QKᵀ, and again after · scale; forward and backward
     row_max: str = FP32  # r_m and m
+    p_operand: str = BF16  # P̄ as multiplied by V; "fp32" is the sum of two 16-bit numbers
+    p_sum: str = FP32  # P̄ as summed into l; "bf16", with p_operand="bf16": what V is multiplied by
     row_sum: str = FP32  # l, after each tile
     pv: str = FP32  # P̄V of one tile
     accumulator: str = FP32  # O before the division: after the rescaling, and after + P̄V
@@ -138,7 +142,7 @@ CHOICES = {
 
 FP32_OUTPUT = dict(row_sum=FP32, pv=FP32, accumulator=FP32, output=FP32, delta="o")  # for o_fp32
 
-_ALL_BF16 = dict.fromkeys(ROUNDING_POINTS, BF16)
+_ALL_BF16 = dict.fromkeys(ROUNDING_POINTS, BF16) | dict(p_sum=FP32)
 
 PRECISIONS = {
     # The authors' published PyTorch code under autocast and torch.compile.

@@ -36,6 +36,8 @@ OVERRIDES = [
     "official,delta_noise=0.25,delta_offset=-0.1",
     "official,key_tile=32/fa2,delta=dp_p@1",
     "official,key_tile=48,stable=paper",
+    "official,p_sum=bf16",
+    "fa2,scores=bf16,p_operand=fp32",
     "paper,scores=fp32,stable=paper",
     "fa2,row_max=bf16,pv=bf16,stable=paper,tie_tolerance=0.01",
 ]

@@ -21,6 +21,7 @@ ARITHMETICS = [
     "official,key_tile=128,row_sum=fp32", "paper,mantissa_bits=4", "fa2,scores=bf16",
     "paper,rounding=stochastic", "official,scores=fp32,dp=fp32", "fa2,pv=bf16,key_tile=32",
     "official/fa2@1", "paper,accumulator=fp32,output=fp32,row_max=fp32",
+    "official,p_sum=bf16", "fa2,p_operand=fp32", "fa2,p_sum=bf16,delta=dp_p",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from flash_attn_stable import triton_forward
 from precision import ROUNDING_POINTS
 
 D, TILE = 16, 16
-EXACT = f"fa2,output=fp32,key_tile={TILE}"  # every point in FP32
+EXACT = f"fa2,output=fp32,p_operand=fp32,key_tile={TILE}"  # every point in FP32
 GONE = -200.0  # a score whose P̄ is 0 beside one of 0
 
 
@@ -81,6 +81,21 @@ def test_only_the_row_sum_changes_lse(device):
     for other in ROUNDING_POINTS:
         _, changed = both(inputs, f"{exact},{other}=bf16", device)
         assert torch.equal(changed, lse) == (other != "row_sum"), other
+
+
+@pytest.mark.parametrize("tile", [16, "full"])
+@pytest.mark.parametrize("p_sum", ["fp32", "bf16"])
+@pytest.mark.parametrize("p_operand", ["fp32", "bf16"])
+def test_p_is_rounded_as_operand_and_as_summand(p_operand, p_sum, tile, device):
+    """P̄ is 1 and e⁻¹, V is 0 and 1: O = P̄ / (1 + P̄), above and below rounded or not."""
+    inputs = rows({0: (0, 0), 1: (0, -1)}, {1: 1}, T=256, device=device)
+    p = {"fp32": torch.tensor(-1.0).exp(), "bf16": torch.tensor(-1.0).exp().bfloat16().float()}
+    text = f"{EXACT},key_tile={tile},p_operand={p_operand},p_sum={p_sum}"
+    expected = torch.full((256, D), (p[p_operand] / (1 + p[p_sum])).item(), device=device)
+    for forward in (triton_forward, reference_forward):
+        o, lse = forward(*inputs, False, 1.0, text)
+        torch.testing.assert_close(o[0, 0], expected, rtol=2e-5, atol=0)
+        torch.testing.assert_close(lse.exp2().mean().cpu(), 1 + p[p_sum], rtol=1e-6, atol=0)
 
 
 def test_only_dp_changes_gradients(device):
