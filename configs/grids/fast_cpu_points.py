@@ -7,5 +7,7 @@ Came: alone none explodes; it takes P̄V and O, so that O alone in FP32 holds as
 from configs.grids.points import _arms
 
 base = "configs/fast_cpu.py"
-arms = _arms("fa2,key_tile=full,output=fp32,mantissa_bits=2", "paper,mantissa_bits=2")
+arms = _arms(
+    "fa2,key_tile=full,p_operand=fp32,output=fp32,mantissa_bits=2", "paper,mantissa_bits=2"
+)
 seeds = [0, 1]
