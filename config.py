@@ -78,6 +78,7 @@ class TrainConfig:
     device: str = "auto"  # auto | cuda | cuda:<n> | cpu
     dtype: str = "auto"  # float32 | bfloat16 | float16 (scaled loss); auto: the best the device has
     compile: bool = True  # torch.compile the model
+    deterministic: bool = False  # on one kind of GPU, the same seed gives the same bits
     backend: str = "auto"  # of torch.distributed: nccl | gloo; auto: nccl on GPUs
 
     def __post_init__(self):

@@ -43,6 +43,10 @@ def start_process(config: TrainConfig) -> tuple[int, int, torch.device]:
             f"{world_size} processes in micro-batches of {config.micro_batch}: change "
             "gradient_accumulation_steps or micro_batch_size"
         )
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and nothing reads it
     if on_gpu:
         torch.cuda.set_device(device)
     if distributed:

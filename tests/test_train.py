@@ -424,6 +424,16 @@ def test_on_a_gpu_with_flash_attention_and_resumed(dtype, corpus, tmp_path):
     assert_same_losses(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_two_deterministic_runs_are_the_same(corpus, tmp_path):
+    """Large enough that atomic additions of the embedding's gradient would meet, and compiled."""
+    flags = [*TINY, f"--dataset={corpus}", "--dtype=bfloat16", "--device=cuda", "--compile=True"]
+    flags += ["--attention=flash", "--batch_size=64", "--block_size=256", "--deterministic=True"]
+    for name in ("first", "second"):
+        train(*flags, f"--out_dir={tmp_path / name}")
+    assert_same_losses(tmp_path / "first", tmp_path / "second")
+
+
 def test_stops_on_explosion(corpus, tmp_path, monkeypatch):
     """The event is in metrics.jsonl, and the run ends well with a checkpoint."""
     monkeypatch.setattr(LossWatch, "MARGINS", {"rise": 0.1, "explosion": -1.0})
