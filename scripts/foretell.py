@@ -55,6 +55,11 @@ def runs_below(path: Path) -> list[list[dict]]:
     return [read_metrics(found) for found in sorted(path.rglob("metrics.jsonl"))]
 
 
+def losses(lines: list[dict]) -> tuple:
+    """Of each step: what tells a run from others, but not from a repetition to the last bit."""
+    return tuple((x["iter"], x["loss"]) for x in lines if "loss" in x)
+
+
 def failure(lines: list[dict]) -> float:
     """Step of the first event; infinite without one."""
     return min((x["iter"] for x in lines if "event" in x), default=math.inf)
@@ -72,6 +77,12 @@ def auc(failing: list[float], others: list[float]) -> float:
     return wins / (len(failing) * len(others))
 
 
+def standard_error(a: float, failing: int, others: int) -> float:
+    """Of an AUC of as many independent runs (Hanley and McNeil 1982)."""
+    both = (failing - 1) * (a / (2 - a) - a * a) + (others - 1) * (2 * a * a / (1 + a) - a * a)
+    return ((a * (1 - a) + both) / (failing * others)) ** 0.5
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("paths", type=Path, nargs="+")
@@ -79,7 +90,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         steps = [int(step) for step in args.steps.split(",")]
-        runs = [run for path in args.paths for run in runs_below(path)]
+        runs = {losses(run): run for path in args.paths for run in runs_below(path)}.values()
     except (ValueError, OSError, tarfile.TarError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -99,10 +110,10 @@ def main() -> int:
     print("| AUC of | " + " | ".join(titles) + " |")
     print("|---" * (1 + len(titles)) + "|")
     for name, statistic in STATISTICS.items():
-        cells = [
-            f"{auc(*([statistic(*lines) for lines in group] for group in groups)):.2f}"
-            for groups in columns.values()
-        ]
+        cells = []
+        for groups in columns.values():
+            a = auc(*([statistic(*lines) for lines in group] for group in groups))
+            cells.append(f"{a:.2f} ± {standard_error(a, *map(len, groups)):.2f}")
         print(f"| {name} | " + " | ".join(cells) + " |")
     return 0
 
