@@ -2,9 +2,10 @@
 
 Expected, as on a CPU with 2 bits: stochastic rounding of O explodes, and sooner; δ from O in FP32
 holds, also with noise as large as two roundings to 5 bits make (1.5 % of O's elements), independent
-of them; the original holds with QK-norm, which bounds what W_Q can do. In the original δ is 0.0004 %
-of its RMS too large, three times that in the unit of `delta_offset`, and with the paper's fix, which
-holds, 0.7 %: so unlike on a CPU an offset of +0.001 % trains like FP32, and it takes more than 1 %.
+of them; the original holds with QK-norm, which bounds what W_Q can do. In the original δ is
+0.0004 % of its RMS too large, three times that in the unit of `delta_offset`, and with the paper's
+fix, which holds, 0.7 %: so unlike on a CPU an offset of +0.001 % trains like FP32, and it takes
+more than 1 %.
 
 That O must be biased is refuted by the first, low rank by an explosion with QK-norm, and that the
 offset is not what kills here by +0.001 % that explodes.
