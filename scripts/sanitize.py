@@ -6,6 +6,7 @@ The kernels under NVIDIA's compute-sanitizer, memcheck and racecheck, on small c
 Needs a GPU and compute-sanitizer (part of the CUDA toolkit). Exit code 0 if both are clean.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -36,7 +37,9 @@ def run_kernels():
 
 
 def main() -> int:
-    if "--kernels" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser.add_argument("--kernels", action="store_true", help="run them alone, unchecked")
+    if parser.parse_args().kernels:
         run_kernels()
         return 0
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
