@@ -42,17 +42,23 @@ def test_adds_up():
     assert error < 0.05
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drift")
+    corpus = write_corpus(folder / "corpus")
+    train(*TINY, f"--dataset={corpus}", f"--out_dir={folder / 'run'}")
+    return folder / "run"
+
+
 def drift(*args) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "scripts" / "drift.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_an_offset_of_delta_adds_up_and_noise_does_not(tmp_path):
-    corpus = write_corpus(tmp_path / "corpus")
-    train(*TINY, f"--dataset={corpus}", f"--out_dir={tmp_path / 'run'}")
+def test_an_offset_of_delta_adds_up_and_noise_does_not(run):
     exact = "fa2,key_tile=full,output=fp32"
     arithmetics = [f"{exact},delta_offset=0.01", f"{exact},delta_noise=0.1", "paper,delta=dp_p"]
-    result = drift(tmp_path / "run", "--batches=12", "--precision", *arithmetics)
+    result = drift(run, "--batches=12", "--precision", *arithmetics)
     assert result.returncode == 0, result.stderr
     rows = [line.split(" | ") for line in result.stdout.splitlines()[2:]]
     cosines = {}
@@ -73,10 +79,8 @@ def test_an_offset_of_delta_adds_up_and_noise_does_not(tmp_path):
         (["--batches=2"], "--batches must be at least 3, got 2"),
     ],
 )
-def test_bad_input(flags, message, tmp_path):
-    corpus = write_corpus(tmp_path / "corpus")
-    train(*TINY, f"--dataset={corpus}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1")
-    result = drift(tmp_path / "run", *flags)
+def test_bad_input(flags, message, run):
+    result = drift(run, *flags)
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert message in result.stderr

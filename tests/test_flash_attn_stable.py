@@ -42,6 +42,13 @@ OVERRIDES = [
     "fa2,row_max=bf16,pv=bf16,stable=paper,tie_tolerance=0.01",
 ]
 ARITHMETICS = ["official", "paper", "fa2", "official,stable=paper", "paper,stable=paper"]
+SCALED = [  # by 8, scores reach 35: softmax nearly one-hot, row sums at the floor
+    (text, factor)
+    for text in [*ARITHMETICS, *OVERRIDES]
+    for factor in (1, 8)
+    # FP32 exponents as large differ in rounding
+    if factor == 1 or of_heads(text, 3)[0].scores == "bf16"
+]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -74,15 +81,13 @@ def test_one_key(arithmetic, device):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("T", "D"), SHAPES)
-@pytest.mark.parametrize("factor", [1, 8])
-@pytest.mark.parametrize("arithmetic", [*ARITHMETICS, *OVERRIDES])
+@pytest.mark.parametrize(("arithmetic", "factor"), SCALED)
 def test_agrees_with_reference(arithmetic, factor, T, D, causal, device):
     """Within one unit in the last place for 99.9 % of elements; sums differ in their order."""
-    inputs = random_inputs(T, D, device)
+    inputs = random_inputs(T, D, device, B=2 if ON_GPU or T < 100 else 1)
+    inputs[0] *= factor
     inputs[1][:, :, 3::5] = inputs[1][:, :, :1]  # repeated keys: tied scores
     options = (causal, D**-0.5, arithmetic)
-    if of_heads(options[2], 3)[0].scores == "bf16":  # FP32 exponents this large differ in rounding
-        inputs[0] *= factor  # scores to 35: softmax nearly one-hot, row sums at the floor
     ours = kernel_with_gradients(*inputs, *options)
     reference = reference_with_gradients(*inputs, *options)
     for name, x, y in zip("oqkvδ", ours, reference, strict=True):
